@@ -105,7 +105,8 @@ def bind_ops(
     )
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
-    functions |= {f.__name__: functools.partial(f, mesh=mesh) for f in (project, project_all, project_mlp)}
+    functions |= {f.__name__: functools.partial(f, **where) for f in (project, project_all)}
+    functions["project_mlp"] = functools.partial(project_mlp, mesh=mesh)
     options = dict(experts or {})
     on = {
         "axis": options.get("axes"),

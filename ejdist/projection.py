@@ -20,6 +20,7 @@ from ejdist.gathered_blocks import flat, gathered_blocks, spec_of
 from ejdist.layout import axes_in, constrain, current_layout, gather, on_mesh, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
+from ejdist.packed import Packed, packed_product
 from ejdist.precision import PRODUCT, Narrow, check_device, narrow_mlp, narrow_products
 from kernels.framework.dims import VOCABULARY
 from kernels.framework.dispatch import vary_alike
@@ -27,11 +28,12 @@ from kernels.framework.dispatch import vary_alike
 
 def project(
     x: jax.Array,
-    weight: jax.Array | Frozen | Narrow,
+    weight: jax.Array | Frozen | Narrow | Packed,
     subscripts: str,
     *,
     bias: jax.Array | None = None,
     mesh: Any = None,
+    platform: str | None = None,
 ) -> jax.Array:
     """Returns the product of x with a parameter, plus the bias, as the layout places activations of its dims.
 
@@ -39,11 +41,13 @@ def project(
       x: activations.
       weight: a parameter, as the layout stores parameters; it is gathered here, and its gradient is scattered back. A `Frozen`
         one has no gradient and is gathered as it is stored, int8 as int8; its adapter is gathered and trained like a parameter.
-        The product with a `Narrow` one, and both gradients, are in 8 bits.
+        The product with a `Narrow` one, and both gradients, are in 8 bits. A `Packed` one has no gradient, is gathered packed,
+        and is unpacked where it is multiplied.
       subscripts: of `jnp.einsum`, "btd,dnh->btnh"; each letter is the dim of that name in capitals, and says where the three
         arrays lie.
       bias: a parameter of the dims of the result that the weight has, in their order; stored like the weight.
       mesh: None for one device.
+      platform: backend of the product with a `Packed` parameter; None: the fastest. Other products are XLA's.
 
     Returns:
       the product, in the dtype that x and weight promote to; of float32 arrays in true float32 on every device.
@@ -51,11 +55,17 @@ def project(
     Raises:
       ValueError: the subscripts are not of this form, or the arrays do not fit them.
     """
-    return project_all(x, [weight], [subscripts], biases=[bias], mesh=mesh)[0]
+    return project_all(x, [weight], [subscripts], biases=[bias], mesh=mesh, platform=platform)[0]
 
 
 def project_all(
-    x: jax.Array, weights: Sequence[Any], subscripts: Sequence[str], *, biases: Sequence[Any] = (), mesh: Any = None
+    x: jax.Array,
+    weights: Sequence[Any],
+    subscripts: Sequence[str],
+    *,
+    biases: Sequence[Any] = (),
+    mesh: Any = None,
+    platform: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns the products of x with several parameters, each as `project` returns it.
 
@@ -71,7 +81,7 @@ def project_all(
         products |= dict(zip(some, made, strict=True))
     results = []
     for i, (weight, of, bias) in enumerate(zip(weights, subscripts, biases or [None] * len(weights), strict=True)):
-        product = products[i] if i in products else _product(x, weight, of, mesh)
+        product = products[i] if i in products else _product(x, weight, of, mesh, platform)
         _, dims_weight, dims_out = parsed(of)
         product = constrain(product, " ".join(dims_out), mesh)
         results.append(product if bias is None else product + _of_bias(bias, weight, dims_weight, dims_out, mesh))
@@ -106,7 +116,9 @@ def _summed(subscripts: str) -> tuple[str, ...]:
     return tuple(d for d in dims_x if d in dims_weight)
 
 
-def _product(x: jax.Array, weight: Any, subscripts: str, mesh: Any) -> jax.Array:
+def _product(x: jax.Array, weight: Any, subscripts: str, mesh: Any, platform: str | None) -> jax.Array:
+    if isinstance(weight, Packed):
+        return packed_product(x, weight, parsed(subscripts), mesh=mesh, platform=platform)
     dims_weight = " ".join(parsed(subscripts)[1])
     if isinstance(weight, Frozen):
         product = _frozen(x, weight, subscripts, mesh)

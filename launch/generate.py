@@ -14,7 +14,8 @@ from typing import Any
 
 from launch.answers import Answers, digest_of
 from launch.errors import DONE, WRONG, run_command
-from launch.evaluation_recipe import FOLDER, recipe_of, trained_tokenizer, with_settings_of_run
+from launch.evaluation_recipe import FOLDER
+from launch.loaded import load, recipe_for, tokenizer_of
 from launch.options import check_spelling, file_of
 from launch.prompts import CONVERSATIONS, Prompt, encoder, read_prompts, template_of
 from launch.ruler import context_of
@@ -52,6 +53,8 @@ keys:
   chunk=128            tokens of a prompt that a step takes
   cache=whole          what a device keeps: whole, of every token; spread, of a part of each answer's tokens, over mesh.sp and
                        mesh.cp, whose n devices then hold prompts n times as long
+  weights=null         int8, int4, nf4, mxfp4 or mxfp8: the matrices of layers are packed so when they are loaded, and it is
+                       told which are not; null: as the model computes
   to=FILE.jsonl        the answers
 """
 _DEFAULTS: dict[str, Any] = {
@@ -70,6 +73,7 @@ _DEFAULTS: dict[str, Any] = {
     "length": None,
     "chunk": "128",
     "cache": "whole",
+    "weights": "null",
     "to": None,
 }
 
@@ -93,6 +97,7 @@ class Args:
     length: int | None
     chunk: int
     cache: str
+    weights: str | None
     to: Path | None
 
     @property
@@ -135,6 +140,7 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
       ValueError: a value is wrong, a key is given twice, or no weights are named.
     """
     from ejdist.generation import Sampling
+    from ejdist.packed import check_format
     from ejdist.paths import check_place
 
     options: dict[str, str] = {}
@@ -169,7 +175,10 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         raise ValueError(f"chat = {v['chat']!r} must be auto, true or false")
     if v["cache"] not in ("whole", "spread"):
         raise ValueError(f"cache = {v['cache']!r} must be whole or spread")
+    form = None if v["weights"] == "null" else v["weights"]
+    check_format("weights", form)
     args = Args(
+        weights=form,
         step=None if v["step"] is None else _number("step", v["step"], int, 0),
         prompt=v["prompt"],
         prompts=v["prompts"],
@@ -185,69 +194,6 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     Sampling(**args.sampling)
     mesh = [] if any(key_of(word) == "mesh" for word in recipe) else ["mesh=single"]
     return args, folder, [*mesh, *recipe, "curriculum=[]"]
-
-
-def recipe_for(where: str, args: Args, words: Sequence[str], weights: Any) -> Any:
-    """Returns the recipe under which weights generate: on one device, unless words say otherwise."""
-    sections = ("mesh", "sequence", "experts")  # how the run was split over devices
-    inherited = with_settings_of_run(where, args.step, words, lambda line: None)
-    own = {*words}
-    kept = [w for w in inherited if w in own or key_of(w).partition(".")[0] not in sections]
-    return recipe_of(weights, kept)
-
-
-def tokenizer_of(where: str, recipe: Any, weights: Any) -> Any:
-    """Returns the tokenizer of the weights.
-
-    Raises:
-      ValueError: it is not the one that the run was trained with, or has more tokens than the model.
-    """
-    from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
-    from ejdist.training.recorded import is_made
-    from ejdist.training.stage_data import data_of
-
-    name, special = recipe.data.tokenizer, recipe.data.special_tokens()
-    if name == "bytes":
-        tokenizer = ByteTokenizer(special)
-    elif is_made(name):
-        tokenizer = data_of(recipe, trained_tokenizer(where, recipe)).corpus.tokenizer
-    else:
-        tokenizer = FileTokenizer(name, special)
-    trained = weights.data.get("tokenizer")
-    if trained not in (None, tokenizer.fingerprint):
-        raise ValueError(
-            f"data.tokenizer = {name!r} is not the tokenizer that the run was trained with: leave it out, or give that file"
-        )
-    if tokenizer.vocab_size > recipe.model.vocab_size:
-        raise ValueError(
-            f"data.tokenizer = {name!r} has {tokenizer.vocab_size} tokens, and {weights.what} {recipe.model.vocab_size}: it is "
-            "of another model; give that of these weights"
-        )
-    return tokenizer
-
-
-def load(recipe: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns (model, mesh, params, buffers), matrices in the dtype that the model computes in."""
-    import jax
-
-    from ejdist.mesh import make_mesh
-    from ejdist.models.parameters import map_declared
-    from ejdist.training.program import make_program
-
-    mesh = make_mesh(**vars(recipe.mesh))
-    size = 128 * mesh.size  # of the program, of which the shapes and shardings of parameters are read
-    data = dataclasses.replace(recipe.data, sequence_length=size, global_batch=size)
-    program = make_program(dataclasses.replace(recipe, data=data), mesh)
-    params, buffers = weights.load(program)
-    dtype = recipe.model.compute_dtype
-    casts = map_declared(lambda _, p: p.cast and program.model.base is None, program.model.declared)
-
-    def cast(params: Any) -> Any:
-        return jax.tree.map(lambda x, narrow: x.astype(dtype) if narrow else x, params, casts)
-
-    places = jax.tree.map(lambda x: x.sharding, params)
-    params = jax.jit(cast, donate_argnums=0, out_shardings=places)(params) if dtype != "float32" else params
-    return program.model, mesh, params, buffers
 
 
 def generate(
@@ -267,7 +213,7 @@ def generate(
     from ejdist.sections import flat
 
     weights = open_weights(where, args.step)
-    recipe = recipe_for(where, args, words, weights)
+    recipe = recipe_for(where, args.step, words, weights)
     tokenizer = tokenizer_of(where, recipe, weights)
     template = template_of(args.chat, CONVERSATIONS, recipe, is_run=FOLDER not in words)
     asked, encode = read_prompts(args.prompt, args.prompts), encoder(tokenizer, template)
@@ -278,6 +224,7 @@ def generate(
             "model": flat(recipe.model),
             "tokenizer": tokenizer.fingerprint,
             **args.sampling,
+            **({} if args.weights is None else {"packed": args.weights}),
         }
     )
     file = None if args.to is None else Answers(args.to, settings, [one.shown for one in asked])
@@ -316,10 +263,13 @@ def generate(
         decode=tokenizer.decode,
         donate=True,
         cache=args.cache,
+        weights=args.weights,
         platform=recipe.platform,
         experts=vars(recipe.experts),
     )
     chat = ", through the chat template" if template is not None else ""
+    for line in [] if engine.packing is None else engine.packing.lines(engine.weight_bytes):
+        log(line)
     log(f"{weights.what}: {len(ids)} prompt{'s' * (len(ids) > 1)}{chat}")
     log(f"the cache, {args.cache}, takes {engine.cache_bytes / 2**30:.3f} GiB of each device")
     context = context_of(weights, where, recipe.model)

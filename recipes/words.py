@@ -243,8 +243,9 @@ _TOLD = (
         "logging_steps log_freq log_interval log_every log_period disp_freq print_freq",
     ),
     (
-        "lora.rank=16 trains adapters, lora.base=int8 of a model in 8 bits; parameters that are trained are float32",
-        "use_peft peft qlora load_in_4bit load_in_8bit quantization",
+        "lora.rank=16 trains adapters, lora.base=int8 of a model in 8 bits; parameters that are trained are float32; "
+        "launch.generate weights=int4 generates in 4 bits",
+        "use_peft peft qlora load_in_4bit load_in_8bit quantization quantize",
     ),
     (
         "products are computed in model.compute_dtype=bfloat16 or float32",

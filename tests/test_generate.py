@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -135,7 +136,8 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     from recipes.schema import compose
 
     monkeypatch.chdir(tmp_path)
-    train(compose([*PLAIN, "run.dir=run", "run.steps=2"]), log=lambda line: None)
+    wide = ["model.model_dim=128", "model.head_dim=32", "model.ffn_dim=128"]
+    train(compose([*PLAIN, *wide, "run.dir=run", "run.steps=2"]), log=lambda line: None)
     how = ["run.dir=run", "max_tokens=6", "temperature=0"]
     capfd.readouterr()
     assert main([*how, "prompt=def "]) == DONE
@@ -156,8 +158,13 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     assert "error: prompt 3: the prompt is empty" in told and "1 of 2 answers have a right one in them (50.0%)" in told
     rows = [json.loads(line) for line in (tmp_path / "out/a.jsonl").read_text().splitlines()]
     assert {row["index"]: row["text"] for row in rows}[0] == text[:-1] and len(rows) == 2
-    assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl", "seed=1"]) == WRONG
-    assert "name another file" in capfd.readouterr().err
+    for other in ("seed=1", "weights=int8"):
+        assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl", other]) == WRONG
+        assert "name another file" in capfd.readouterr().err
+    assert main([*how, "prompt=def ", "weights=int8"]) == DONE
+    packed, told = capfd.readouterr()
+    assert re.search(r"^weights=int8: [\d.]+ MB of weights become [\d.]+ MB$", told, re.MULTILINE) and packed
+    assert "  not packed: key, value, " in told and "outside of the layers" in told and "tokens/s" in told
     for words, message in (
         (["prompt="], "the prompt is empty"),
         (["prompt=abcdef", "length=8"], "exceed the 8 tokens of a request"),

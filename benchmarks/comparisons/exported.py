@@ -223,11 +223,12 @@ def write_texts(run: Path, to: Path) -> None:
     """Writes what the run's checkpoint generates, as `launch.generate` loads it: all prompts at once, in chunks."""
     from ejdist.evaluation.weights import open_weights
     from ejdist.generation import Engine
-    from launch.generate import load, parse, recipe_for, tokenizer_of
+    from launch.generate import parse
+    from launch.loaded import load, recipe_for, tokenizer_of
 
     args, where, words = parse([f"run.dir={run}"])
     weights = open_weights(where, None)
-    recipe = recipe_for(where, args, words, weights)
+    recipe = recipe_for(where, args.step, words, weights)
     tokenizer = tokenizer_of(where, recipe, weights)
     model, mesh, params, buffers = load(recipe, weights)
     sizes = {"slots": 4, "length": CONTEXT, "page": 8, "chunk": 8}

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.comparisons.generation [model=8b] [slots=64] [prompt=4096] [new=512] [steps=100] [out=FILE] [commit=]`
+"""`python -m benchmarks.comparisons.generation [model=8b] [slots=64] [prompt=4096] [new=512] [steps=100] [weights=int4]
+[platform=triton] [out=FILE] [commit=]`
 
-On one GPU, steps of a generation in which every slot writes a token, with random weights in bfloat16: the median of their times
-by the clock, of which a step has its host's share, tokens per second, and the bytes that a step must read, which are every
-matrix once and the keys and values of all tokens so far, beside a copy of as many. Then the kernels of a step by the profiler.
+On one GPU, steps of a generation in which every slot writes a token, with random weights in bfloat16, or packed in a format of
+`ejdist.packed`: the median of their times by the clock, of which a step has its host's share, tokens per second, and the bytes
+that a step must read, which are every matrix once and the keys and values of all tokens so far, beside a copy of as many. Then
+the kernels of a step by the profiler.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from ejdist.generation import Engine
 from ejdist.models.parameters import initialise
 from recipes.schema import compose
 
-DEFAULTS = {"model": "8b", "slots": 64, "prompt": 4096, "new": 512, "steps": 100, "out": "", "commit": ""}
+DEFAULTS = {"model": "8b", "slots": 64, "prompt": 4096, "new": 512, "steps": 100}
+DEFAULTS |= {"weights": "", "platform": "", "out": "", "commit": ""}
 SHOWN = 15
 TRACED = 5  # steps
 
@@ -44,7 +47,8 @@ def engine_of(asked: dict[str, Any]) -> tuple[Engine, Any]:
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 2 else x, params)
 
     slots, prompt, new = (asked[name] for name in ("slots", "prompt", "new"))
-    engine = Engine(model, drawn(), slots=slots, length=prompt + new, page=16, chunk=1024, donate=True)
+    how = {"weights": asked["weights"] or None, "platform": asked["platform"] or None}
+    engine = Engine(model, drawn(), slots=slots, length=prompt + new, page=16, chunk=1024, donate=True, **how)
     rng = np.random.default_rng(0)
     for _ in range(slots):
         engine.submit(rng.integers(0, c.vocab_size, prompt), max_tokens=new, temperature=0)
@@ -109,6 +113,7 @@ def main() -> None:
     found = {
         "device": jax.devices()[0].device_kind,
         **provenance(asked["commit"] or None),
+        **{name: asked[name] for name in ("weights", "platform")},
         "tokens until then": count,
         "seconds until then": time.perf_counter() - began,
         "step ms": 1e3 * seconds,

@@ -299,11 +299,16 @@ def moe(
         mlp = kernels.gated_mlp if place.mesh is None else place.bound(_gated_mlp, stored_weights)
         always = mlp(x, *shared.values(), activation=activation, platform=platform)
         if shared_expert_gate is not None:
-            wide = jnp.promote_types(x.dtype, jnp.float32)
-            logit = jnp.einsum("btd,dn->btn", x.astype(wide), shared_expert_gate.astype(wide), precision="highest")
-            always = jax.nn.sigmoid(logit) * always
+            always = gated(always, x, shared_expert_gate)
         out = out + always.astype(out.dtype)
     return out.astype(x.dtype), stats
+
+
+def gated(always: jax.Array, x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Returns the result of shared experts [B, T, D] times sigmoid(x gate), with `gate` [D, 1], in float32."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logit = jnp.einsum("btd,dn->btn", x.astype(wide), gate.astype(wide), precision="highest")
+    return jax.nn.sigmoid(logit) * always
 
 
 MoE = module_class("MoE", moe)

@@ -31,7 +31,9 @@ from ejdist.generation.served import Rows, Step, positions_of
 from ejdist.layout import current_layout, replicated, set_layout, sharding
 from ejdist.models.kept import Arrays, Cached
 from ejdist.models.model import Model
+from ejdist.models.packing import Packing
 from ejdist.operations import bind_ops
+from ejdist.packed import check_format
 from ejdist.sequence.exchange import compiler_options
 from kernels.framework.target import in_cuda_graphs
 
@@ -71,6 +73,7 @@ class Engine:
         decode: Callable[[Sequence[int]], str] | None = None,
         donate: bool = False,
         cache: str = "whole",
+        weights: str | None = None,
         platform: str | None = None,
         experts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -90,11 +93,13 @@ class Engine:
             the caller's tree stays as it is, beside the copies.
           cache: "whole": every device holds the pages of all requests; "spread": the pages of each are spread over the axes
             that split a sequence in training, so that n devices hold n times the tokens.
+          weights: "int8", "int4", "nf4", "mxfp4" or "mxfp8": the format that the layers' matrices are packed in when parameters
+            are taken; `packing` then says which are, and why others are not. None: the compute dtype.
           platform, experts: see `bind_ops`.
 
         Raises:
-          ValueError: the model cannot generate (names the layer), a size is below 1, or nothing splits a sequence over which a
-            cache could be spread (names the argument).
+          ValueError: the model cannot generate (names the layer), a size is below 1, nothing splits a sequence over which a
+            cache could be spread (names the argument), or no matrix can be packed so.
         """
         for name, size in (
             ("slots", slots),
@@ -105,7 +110,8 @@ class Engine:
         ):
             if size < 1:
                 raise ValueError(f"Engine: argument {name!r} must be at least 1, got {size}")
-        self._cached = _cached(model, experts)
+        check_format("Engine: argument 'weights'", weights)
+        self._cached, self._form = _cached(model, experts), weights
         layout = current_layout()
         table = dict(layout.activations)
         whole = table.pop("replicated", ())
@@ -137,7 +143,8 @@ class Engine:
         self._finished: dict[int, Result] = {}
         self._next = 0
         self._compile(mesh)
-        self._weights = None if params is None else self._cached.apart(params, buffers, donate=donate)
+        self.packing: Packing | None = None
+        self._weights = None if params is None else self._taken(params, buffers, donate)
 
     def _compile(self, mesh: jax.sharding.Mesh | None) -> None:
         """Sets up the arrays that layers keep between steps, and the program of a step."""
@@ -204,10 +211,20 @@ class Engine:
         """Replaces the parameters and buffers by others of the same shapes and shardings; `donate` as above. Texts in progress
         keep the cache of their earlier tokens; new requests share none of it."""
         self._weights = None  # before there are others
-        self._weights = self._cached.apart(params, buffers, donate=donate)
+        self._weights = self._taken(params, buffers, donate)
         self._pages.forget()
         for request in (*self._running, *self._waiting):
             request.digests = []
+
+    def _taken(self, params: Any, buffers: Any, donate: bool) -> Any:
+        if self._form is not None:
+            self.packing = self._cached.packing(params, buffers, self._form)
+        return self._cached.apart(params, buffers, donate=donate, packing=self.packing)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the parameters and buffers as the engine has them, over all devices."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._weights))
 
     def release(self) -> None:
         """Frees the cache and the parameters, and drops all unfinished requests. Call `use` before the next step."""

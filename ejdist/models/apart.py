@@ -19,30 +19,44 @@ import jax.numpy as jnp
 from ejdist.layout import row_of
 from ejdist.models.config import DecoderShape
 from ejdist.models.kept import Arrays, Serving
+from ejdist.models.packing import Packing
+from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.stack import cast, check_rows, layers_of, parts_of, used
+from ejdist.packed import packed_rows
 
 Layers = list[dict[str, tuple[Any, ...]]]  # of each layer, by part: (parameters, buffers)
 
 
 def layers_apart(
-    params: Mapping[str, Any], buffers: Mapping[str, Any], c: DecoderShape, *, donate: bool = False
+    params: Mapping[str, Any],
+    buffers: Mapping[str, Any],
+    c: DecoderShape,
+    *,
+    donate: bool = False,
+    packing: Packing | None = None,
 ) -> Layers:
     """Returns the layers' own arrays, where the stacks lie: a copy, with matrices in the compute dtype.
 
     Args:
       params, buffers: as declared by `declare_layers` and `declare_buffers`.
       donate: free each stack of the parameters when its rows are copied: beside the rows there is then one stack at a time.
+      packing: which matrices are packed, if any are.
 
     Raises:
       ValueError: a stack has the wrong number of rows.
     """
     check_rows(c, range(c.num_layers), dict(params), buffers)
+
+    def matrices(name: str, p: Param) -> list[Any]:
+        dtype = c.compute_dtype if p.cast else None
+        if packing is None or name not in packing.packed:
+            return rows_of(params[name], dtype, donate)
+        return packed_rows(params[name], len(p.inputs.split()), packing.form, dtype or params[name].dtype, donate)
+
     rows = {}
     for name, part in parts_of(c).items():
-        weights = {
-            k: rows_of(params[k], c.compute_dtype if p.cast else None, donate) for k, p in part.declare(c).items()
-        }
+        weights = {k: matrices(k, p) for k, p in part.declare(c).items()}
         state = {k: rows_of(x, None, False) for k, x in buffers.get(name, {}).items()}
         rows[name] = weights, state
     before: Counter[str] = Counter()

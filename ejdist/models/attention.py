@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -208,6 +208,10 @@ class LatentAttention(Part):
             "value_up": Param((m.kv_rank, N, m.value_dim), "R N H", std=std, inputs="R", adapts=True),
             "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
+
+    def packs(self, c: DecoderShape) -> Collection[str]:
+        """Not what takes queries to the latent and back, head by head."""
+        return [name for name in super().packs(c) if name not in EXPANDING]
 
     def keeps(self, c: DecoderShape) -> dict[str, Kept]:
         latent = (c.latent.kv_rank + c.latent.rope_dim,), "_"  # keys and values of all heads are made of it

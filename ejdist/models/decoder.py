@@ -23,6 +23,7 @@ from ejdist.models.config import REMAT, DecoderShape
 from ejdist.models.kept import Arrays, Cached, Serving
 from ejdist.models.model import BatchContext, Flops, Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
+from ejdist.models.packing import Packing, packing_of
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, added, norm_weight
 from ejdist.models.stack import (
@@ -272,17 +273,30 @@ def cached(c: DecoderShape) -> Cached:
         )
     if c.experts.jitter:  # noise of training
         c = replace(c, experts=replace(c.experts, jitter=0.0))
-    return Cached(declared, partial(apart, c=c), partial(cached_step, c=c), c.compute_dtype, c.vocab_size, refused)
+
+    def packing(params: dict, buffers: Mapping[str, Any] | None, form: str) -> Packing:
+        return packing_of(params, c, form)
+
+    step = partial(cached_step, c=c)
+    return Cached(declared, partial(apart, c=c), packing, step, c.compute_dtype, c.vocab_size, refused)
 
 
-def apart(params: dict, buffers: Mapping[str, Any] | None, c: DecoderShape, *, donate: bool = False) -> dict[str, Any]:
+def apart(
+    params: dict,
+    buffers: Mapping[str, Any] | None,
+    c: DecoderShape,
+    *,
+    donate: bool = False,
+    packing: Packing | None = None,
+) -> dict[str, Any]:
     """Returns the parameters and buffers as `cached_step` takes them; see `Cached`."""
     others = {name: x for name, x in params.items() if name != "layers"}
     head = "embedding" if c.tie_embeddings else "lm_head"
     cast = others[head].astype(c.compute_dtype)
     if donate and cast is not others[head]:
         others[head].delete()
-    return {**others, head: cast, "layers": layers_apart(params["layers"], buffers or {}, c, donate=donate)}
+    layers = layers_apart(params["layers"], buffers or {}, c, donate=donate, packing=packing)
+    return {**others, head: cast, "layers": layers}
 
 
 def cached_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from ejdist.costs import Traffic
 from ejdist.experts.cost import ExchangeShape, cost_of, memory_of
 from ejdist.experts.halves import of_all
+from ejdist.experts.layer import gated
 from ejdist.experts.losses import update_bias
 from ejdist.experts.metrics import Stats, dead_experts, max_violation
 from ejdist.experts.products import stays
@@ -22,6 +24,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
+from ejdist.packed import Packed
 from ejdist.precision import BF16, Narrow
 from kernels.ops.gated_mlp import ACTIVATIONS, block_tokens
 
@@ -58,13 +61,13 @@ class MLP(Part):
         c, ops = ctx.config, ctx.ops
         h = ops.rms_norm(x, self.norms(params, ctx)["mlp_norm"], eps=c.norm_eps)
         matrices = {name: params[name] for name in ("gate", "up", "down")}
-        plain = not any(isinstance(matrix, Frozen | Narrow) for matrix in matrices.values())
+        plain = not any(isinstance(matrix, Frozen | Narrow | Packed) for matrix in matrices.values())
         if plain and not REMAT[c.remat].products:  # the operation gathers its own weights, and saves nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
         if all(isinstance(matrix, Narrow) for matrix in matrices.values()):
             return x + ops.project_mlp(h, **matrices, activation=c.activation), {}
         # gated_mlp's backward would recompute two of the three products, which these policies save instead; and it knows no
-        # adapter and no 8 bits.
+        # adapter, no 8 bits and nothing packed.
         gate, up = ops.project_all(h, [params["gate"], params["up"]], ["btd,df->btf"] * 2)
         product = ops.gated_activation(gate, up, activation=c.activation)
         return x + ops.project(product, params["down"], "btf,fd->btd"), {}
@@ -139,6 +142,9 @@ class UngatedMLP(Part):
 WAITS: str | None = "experts in 8 bits have not been shown to train as in bfloat16"
 
 
+_SHARED = ("shared_gate", "shared_up", "shared_down")
+
+
 @dataclass(frozen=True)
 class Experts(Part):
     """RMSNorm and a mixture of experts, with or without a shared expert.
@@ -179,9 +185,12 @@ class Experts(Part):
     def grouped(self, c: DecoderShape) -> dict[str, str | None]:
         m = c.experts
         why = WAITS or stays(c.precision, c.model_dim, m.ffn_dim, m.activation or c.activation, m.bias)
-        shared = ("shared_gate", "shared_up", "shared_down") if m.shared_dim else ()
+        shared = _SHARED if m.shared_dim else ()
         always = dict.fromkeys(shared, "shared experts have no products in 8 bits")
         return {"experts_gate_up": why, "experts_down": why} | always
+
+    def packs(self, c: DecoderShape) -> Collection[str]:
+        return _SHARED if c.experts.shared_dim else ()
 
     def chosen(self, c: DecoderShape) -> float:
         return c.experts.top_k / c.experts.num
@@ -221,8 +230,11 @@ class Experts(Part):
             key = jax.random.key(0)
             for number in (ctx.step, ctx.microbatch, ctx.layer, *([ctx.half] if ctx.half else [])):
                 key = jax.random.fold_in(key, number)
+        h = ops.rms_norm(x, self.norms(params, ctx)["experts_norm"], eps=c.norm_eps)
+        shared = {n: params.get(n) for n in _SHARED} | {"shared_expert_gate": whole.get("shared_expert_gate")}
+        packed = any(isinstance(w, Packed) for w in shared.values())  # `project` alone multiplies with them
         out, stats = ops.moe(
-            ops.rms_norm(x, self.norms(params, ctx)["experts_norm"], eps=c.norm_eps),
+            h,
             whole["router"],
             params["experts_gate_up"],
             down=params["experts_down"],
@@ -231,10 +243,7 @@ class Experts(Part):
             precision=c.precision if narrow else BF16,
             gate_bias=params.get("experts_gate_up_bias"),
             down_bias=params.get("experts_down_bias"),
-            shared_gate=params.get("shared_gate"),
-            shared_up=params.get("shared_up"),
-            shared_down=params.get("shared_down"),
-            shared_expert_gate=whole.get("shared_expert_gate"),
+            **({} if packed else shared),
             segment_ids=ctx.batch["segment_ids"],
             score=m.score,
             normalize=m.normalize,
@@ -250,7 +259,17 @@ class Experts(Part):
             key=key,
             forced_balance=m.forced_balance,
         )
-        return x + out, stats
+        return x + (out + self._always(h, shared, ctx) if packed else out), stats
+
+    def _always(self, h: jax.Array, shared: dict[str, Any], ctx: LayerContext) -> jax.Array:
+        """Returns the result of shared experts, some of whose matrices are packed, as `moe` has it of others."""
+        m, ops = ctx.config.experts, ctx.ops
+        h = jnp.where((ctx.batch["segment_ids"] >= 0)[..., None], h, 0)
+        sides = ops.project_all(h, [shared["shared_gate"], shared["shared_up"]], ["btd,df->btf"] * 2)
+        wide = ops.gated_activation(*sides, activation=m.activation or ctx.config.activation)
+        out = ops.project(wide, shared["shared_down"], "btf,fd->btd")
+        gate = shared["shared_expert_gate"]
+        return (out if gate is None else gated(out, h, gate)).astype(h.dtype)
 
     def _metrics(self, stats: Stats, ctxs: list[LayerContext]) -> Metrics:
         c, tokens = ctxs[0].config, sum(ctx.tokens for ctx in ctxs)

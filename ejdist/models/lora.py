@@ -228,9 +228,13 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
         _check_base("context", "StepContext(buffers=...)", context.buffers)
         return function(whole(params, context.buffers), *args, context=context, **more)
 
-    def apart(function: Any, params: Any, buffers: Mapping[str, Any] | None, **more: Any) -> Any:
+    def apart(function: Any, params: Any, buffers: Mapping[str, Any] | None, *args: Any, **more: Any) -> Any:
         _check_base("buffers", "those of the model", buffers)
-        return function(whole(params, buffers or {}), buffers, **more)
+        return function(whole(params, buffers or {}), buffers, *args, **more)
+
+    cached = model.cached
+    if cached is not None:
+        cached = cached._replace(apart=partial(apart, cached.apart), packing=partial(apart, cached.packing))
 
     def update(buffers: Mapping[str, Any], seen: dict[str, jax.Array]) -> dict[str, Any]:
         of_model = {part: old for part, old in buffers.items() if part != BASE}
@@ -253,7 +257,7 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
         buffers={BASE: base.stored(), **model.buffers},
         update=update,
         base=base,
-        cached=None if (cached := model.cached) is None else cached._replace(apart=partial(apart, cached.apart)),
+        cached=cached,
     )
 
 

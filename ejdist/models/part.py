@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,11 @@ class Part:
         beside products in 8 bits; None: they do not, and come as `Narrow`, all of them or none. Their own gradients are then
         products in the compute dtype."""
         return {}
+
+    def packs(self, c: DecoderShape) -> Collection[str]:
+        """Returns the matrices that a generation may have packed (`ejdist.packed`): `ops.project` alone multiplies with them,
+        and in a step each is one product that sums over its inputs."""
+        return [name for name, p in self.declare(c).items() if p.adapts]
 
     def chosen(self, c: DecoderShape) -> float:
         """Returns the share of the matrices in `grouped` that multiplies one token, for plans."""

@@ -25,6 +25,7 @@ from ejdist.models.part import LayerContext, Part
 from ejdist.models.parts import PARTS
 from ejdist.models.remat import REMAT, Remat
 from ejdist.order import Order
+from ejdist.packed import Packed
 from ejdist.precision import BF16, LEAST, Narrow
 
 _LAYER_INPUT = "decoder.layer_input"
@@ -231,8 +232,8 @@ def used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> di
     """Returns the parameters of one layer as its part takes them: of those that are frozen, what `project` alone multiplies
     with stays as it is stored, and the others become arrays; what is multiplied in 8 bits says so."""
     narrow, _ = narrow_matrices(c)
-    if narrow:
-        weights = {k: Narrow(w, c.precision) if k in narrow else w for k, w in weights.items()}
+    narrow = [k for k in narrow if k in weights and not isinstance(weights[k], Packed)]
+    weights = weights | {k: Narrow(weights[k], c.precision) for k in narrow}
     if not any(isinstance(w, Frozen) for w in weights.values()):
         return weights
     projected = {name for name, p in part.declare(c).items() if p.adapts}

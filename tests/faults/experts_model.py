@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "the shared expert left out",
         "Experts._mixed",
-        "$params.get('shared_down')",
-        "0 * $params['shared_down'] if 'shared_down' in $params else None",
+        "{$n: $params.get($n) for $n in _SHARED}",
+        "{$n: 0 * $params[$n] if $n == 'shared_down' and $n in $params else $params.get($n) for $n in _SHARED}",
         step("deepseek"),
     ),
     Fault(

@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         "texts are those of the base without its adapters",
         "models/lora:adapted.apart",
-        "$function(whole($params, $buffers or {}), $buffers, **$more)",
-        "$function($buffers[BASE], $buffers, **$more)",
+        "$function(whole($params, $buffers or {}), $buffers, *$args, **$more)",
+        "$function($buffers[BASE], $buffers, *$args, **$more)",
         f"{ENGINE} -k adapters",
     ),
     Fault(
