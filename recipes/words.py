@@ -188,6 +188,7 @@ _MEANT = {
     "model.gated_delta.conv_width": "linear_conv_kernel_dim",
     "model.kda.conv_width": "short_conv_kernel_size conv_size",
     "model.latent.rope": "mla_use_nope",
+    "model.sparse.num_blocks": "block_counts num_selected_blocks selected_block_count",
     "model.gla.rank": "gate_low_rank_dim",
     "model.gla.normalizer": "gate_logit_normalizer",
     "model.rwkv7.decay_rank": "decay_low_rank_dim",
