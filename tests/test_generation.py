@@ -446,7 +446,7 @@ def check_that_steps_copy_nothing(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "sparse"])
 def test_a_step_copies_nothing_of_what_is_kept(kind):
     engine = Known(**KINDS[kind]).engine(pages=20_000)
     check_that_steps_copy_nothing(engine)

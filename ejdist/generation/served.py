@@ -93,8 +93,8 @@ def _sparse_attention(
     The keys of a request are taken out of its pages, as many as the longest request has, so that its last one is at the end:
     where the last query is. What is before its first is padding.
     """
-    stacks, page = _appended(pages, row, rows, ops, key, value), pages[0].shape[3]
-    tables = _of_layer(rows.tables, row, *pages[0].shape[1:3])
+    stacks, sizes, page = _appended(pages, row, rows, ops, key, value), pages[0].shape[1:3], pages[0].shape[3]
+    tables = _of_layer(rows.tables, row, *sizes)
     length = max(tables.shape[1] * page, query.shape[1])
     place = jnp.arange(length) - (length - rows.lengths[:, None])
     at = jnp.maximum(place, 0)

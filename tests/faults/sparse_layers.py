@@ -102,8 +102,8 @@ FAULTS = (
     Fault(
         "a text reads the pages of the first layer",
         "served:_sparse_attention",
-        "_of_layer($rows.tables, $row, $pages[0].shape, each=$count)",
-        "_of_layer($rows.tables, 0 * $row, $pages[0].shape, each=$count)",
+        "_of_layer($rows.tables, $row, *$sizes)",
+        "_of_layer($rows.tables, 0 * $row, *$sizes)",
         TEXTS,
     ),
 )
