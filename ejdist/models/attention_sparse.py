@@ -80,7 +80,7 @@ class SparseAttention(Attention):
         )
         gates = 2 * c.model_dim * c.num_heads * BRANCHES
         beside = (dense.pair / m.block_size, CAUSAL), (dense.pair, sliding)
-        return replace(dense, token=dense.token + gates, mask=selected, beside=beside)
+        return replace(dense, token=dense.token + gates, mask=selected, beside=beside, of_text=True)
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32; of a chunk of

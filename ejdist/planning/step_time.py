@@ -130,7 +130,7 @@ def step_time(
             seen = layers * pair * _pairs(rows, length, mask, pairs, documents)
             visible += seen
             even += seen * times
-            attention += seen * share.imbalance(mask, documents) * times
+            attention += seen * share.imbalance(mask, documents, flops.of_text) * times
     head = 2 * c.vocab_size * c.model_dim
     head += c.mtp.modules * (head + 4 * c.model_dim**2)
     matmuls, computed = matmuls + head, computed + head * (backward + (2 if share.features > 1 else 1))

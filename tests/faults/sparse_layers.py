@@ -106,4 +106,11 @@ FAULTS = (
         "_of_layer($rows.tables, 0 * $row, *$sizes)",
         TEXTS,
     ),
+    Fault(
+        "what attends for a run of the text asks for an order",
+        "orders:choose",
+        "[$part for $part in $parts if not $part.of_text]",
+        "$parts",
+        "tests/test_orders.py -k run_of_the_text",
+    ),
 )
