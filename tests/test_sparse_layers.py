@@ -262,7 +262,10 @@ def sent_in(text):
         for shape in re.findall(r"f32\[([\d,]+)\]", found[1]):
             size = 4 * int(np.prod([int(n) for n in shape.split(",")]))
             kind = {"all-gather": ALL_GATHER, "reduce-scatter": REDUCE_SCATTER}.get(found[2], ALL_TO_ALL)
-            part = {ALL_GATHER: 3 / 4, REDUCE_SCATTER: 3}.get(kind, 3 / 4 if found[2] == "all-to-all" else 1)
+            part = {ALL_GATHER: 3 / 4, REDUCE_SCATTER: 3}.get(kind, 3 / 4)
+            if found[2] == "collective-permute":  # of each rank on the average; not what it keeps
+                pairs = re.findall(r"{(\d),(\d)}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
+                part = sum(a != b for a, b in pairs) / 4
             sent["sp", kind] = sent.get(("sp", kind), 0) + part * size
     return sent
 

@@ -115,6 +115,6 @@ class SparseAttention(Attention):
         sent.add(shape.axis, REDUCE_SCATTER, keys * others, 2)
         if not share.order.few_hops:
             gates = share.tokens * shape.heads * BRANCHES * share.itemsize
-            moved = (forwards + 1) * (shape.query + keys + gates + shape.out)
+            moved = (forwards + 1) * (shape.query + keys + gates) + 2 * shape.out
             sent.add(shape.axis, ALL_TO_ALL, moved * others // share.sequence, (forwards + 1) * (BRANCHES + 4))
         return sent

@@ -133,7 +133,7 @@ class Flops:
     grouped: whether the matmuls are grouped by expert. mask: the mask rules within a document, without arrays. frozen: of
     `token`, those with parameters that are not trained: their backward has one matmul, not two. backward: whether there is one;
     a reference of a loss has none. beside: (pair, mask) of further attentions of the same queries.
-    of_text: whether each rank of a sequence attends for a run of the text, whatever the order of its tokens, which are exchanged.
+    of_text: whether each rank of a sequence attends for a run of the text, in whatever order its tokens lie.
     """
 
     token: int
