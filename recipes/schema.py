@@ -185,7 +185,7 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         why["experts."] = "no layer of the model has experts"
     if not parts & {"mlp", "ungated_mlp"}:
         why["model.ffn_dim"] = "no layer has an MLP; the width of experts is model.experts.ffn_dim"
-    if not parts & {"attention", "window_attention"}:
+    if not model.plain():
         why |= dict.fromkeys(
             ("model.head_dim", "model.num_kv_heads"),
             "no layer has plain attention: every other mixer has a section, as latent attention has model.latent",

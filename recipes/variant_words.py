@@ -24,6 +24,7 @@ _VARIANTS = {
         "nano": "debugmodel debug tiny small test toy",
         "moe_nano": "moe tiny_moe moe_debug",
         "hybrid_nano": "hybrid tiny_hybrid mamba",
+        "sparse_nano": "sparse nsa native_sparse tiny_sparse",
     },
     "optimizer": {
         "adamw": "adam cosine warmup_cosine adamw_torch fused_adam",

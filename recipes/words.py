@@ -171,6 +171,9 @@ _MEANT = {
     "model.rope_factor": "rope_scaling_factor",
     "model.rope_original_length": "original_max_position_embeddings original_seq_len",
     "model.sliding_window": "window window_size attention_window sliding_window_size",
+    "model.sparse.block_size": "block_size nsa_block_size",
+    "model.sparse.num_blocks": "block_counts num_selected_blocks selected_block_count",
+    "model.sparse.window": "window nsa_window",
     "model.tie_embeddings": (
         "tie_word_embeddings weight_tying share_embeddings logits_via_embedding enable_weight_tying"
     ),

@@ -7,6 +7,7 @@ import math
 import experts_loop
 import numpy as np
 import recurrent_layers_loop
+from numpy_native_sparse import loop as native_sparse
 
 from ejdist.models import parts
 
@@ -59,7 +60,8 @@ def attended(q, k, v, ids, scale, window=None, sinks=None):
     return out
 
 
-def attention(x, w, batch, c, windowed=False):
+def attention(x, w, batch, c, windowed=False, sparse=False):
+    w = {n.removeprefix("sparse_"): p for n, p in w.items()}
     h = norm(x, w["attention_norm"], c)
     q, k, v = (np.einsum("btd,dnh->btnh", h, w[n]) + w.get(f"{n}_bias", 0) for n in ("query", "key", "value"))
     if c.qk_norm:
@@ -67,7 +69,14 @@ def attention(x, w, batch, c, windowed=False):
     R = (c.rotary_dim or c.head_dim) if c.attention_rope else 0
     q, k = (np.concatenate([turned(y[..., :R], batch["positions"], c), y[..., R:]], -1) for y in (q, k))
     window, scale = c.sliding_window if windowed else None, c.attention_scale or c.head_dim**-0.5
-    out = attended(q, k, v, batch["segment_ids"], scale, window, w.get("sinks"))
+    if sparse:
+        gates = np.moveaxis(1 / (1 + np.exp(-np.einsum("btd,dnh->btnh", h, w["gates"]))), -1, 0)
+        options = {"block_size": c.sparse.block_size, "block_counts": c.sparse.num_blocks, "softmax_scale": scale}
+        out = native_sparse(
+            q, k, v, *gates, **options, sliding_window=c.sparse.window, segment_ids=batch["segment_ids"]
+        )
+    else:
+        out = attended(q, k, v, batch["segment_ids"], scale, window, w.get("sinks"))
     if c.attention_gate:
         out = out / (1 + np.exp(-np.einsum("btd,dnh->btnh", h, w["query_gate"])))
     return x + np.einsum("btnh,nhd->btd", out, w["output"]) + w.get("output_bias", 0)
@@ -118,6 +127,7 @@ PARTS = {
     "attention": attention,
     "window_attention": functools.partial(attention, windowed=True),
     "latent_attention": latent_attention,
+    "sparse_attention": functools.partial(attention, sparse=True),
     "mlp": mlp,
     "ungated_mlp": ungated_mlp,
     "gated_delta": recurrent_layers_loop.gated_delta,

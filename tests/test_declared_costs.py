@@ -24,7 +24,7 @@ from ejdist.experts.schemes import AllToAll, fitting
 from ejdist.layout import spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import AXES, mesh_shape
-from ejdist.models.config import ExpertsShape, LatentShape
+from ejdist.models.config import ExpertsShape, LatentShape, SparseShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.model import CAUSAL, Flops
 from ejdist.models.parameters import Param
@@ -132,7 +132,7 @@ def test_every_part_declares_its_costs(name, remat):
     """More is kept the more a policy keeps, what is kept is not computed again, and a device has less of more devices' work."""
     c = DecoderConfig(
         num_heads=8, num_kv_heads=4, sliding_window=128, qk_norm=True,
-        experts=ExpertsShape(num=8, top_k=2, ffn_dim=64), latent=LatentShape(kv_rank=32),
+        experts=ExpertsShape(num=8, top_k=2, ffn_dim=64), latent=LatentShape(kv_rank=32), sparse=SparseShape(16, 4, 32),
         gated_delta=GatedDeltaShape(2, 8), kda=KdaShape(8), mamba2=Mamba2Shape(8), lightning=LightningShape(8),
         gla=GlaShape(8), rwkv7=Rwkv7Shape(8),
     )  # fmt: skip

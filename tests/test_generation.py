@@ -25,6 +25,7 @@ from ejdist.models.config import (
     LightningShape,
     Mamba2Shape,
     Rwkv7Shape,
+    SparseShape,
 )
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.lora import BASE, LoRASection, adapted
@@ -66,6 +67,12 @@ KINDS = {
         "latent": LATENT,
     },
     "latent": {"layer_pattern": ["latent+mlp"], "latent": LATENT},
+    "sparse": {
+        "num_layers": 2,
+        "layer_pattern": ["sparse+mlp", "full+mlp"],
+        "sparse": SparseShape(4, 3, 5),
+        "qk_norm": True,
+    },
     "kda": {"layer_pattern": ["kda+mlp"], "kda": KdaShape(num_heads=4, key_dim=8, value_dim=8, rank=4, gate_bias=True)},
     "mamba2": {
         "layer_pattern": ["mamba2+none", "none+ungated_mlp"],
@@ -439,7 +446,7 @@ def check_that_steps_copy_nothing(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "sparse"])
 def test_a_step_copies_nothing_of_what_is_kept(kind):
     engine = Known(**KINDS[kind]).engine(pages=20_000)
     check_that_steps_copy_nothing(engine)

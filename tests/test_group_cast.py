@@ -17,7 +17,7 @@ from test_trips import BATCHES, HEADS, KEY_HEADS, WIDTH, T, arrays, everything, 
 
 from ejdist import Order, make_mesh, ring_attention
 from ejdist.documents import Documents, documents_of
-from ejdist.models.model import CAUSAL
+from ejdist.models.model import CAUSAL, Flops
 from ejdist.order import order_for
 from ejdist.sequence import GroupCast, Ring, Ulysses, exchange
 from ejdist.sequence.cost import AttentionShape, chunks_of_documents
@@ -283,7 +283,7 @@ def test_a_step_logs_its_passes():
     order, ids = Order("striped", 4, 4), np.stack([np.repeat(np.arange(4), 16), np.zeros(T, int)])
     program = SimpleNamespace(
         order=order, groups=1, mesh=SimpleNamespace(shape={"sp": 4}),
-        model=SimpleNamespace(flops=[SimpleNamespace(pair=1.0, mask=CAUSAL)]),
+        model=SimpleNamespace(flops=[Flops(1, pair=1)]),
     )  # fmt: skip
     made = {}
     for scheme, buffer in (("ring", 0.5), ("group_cast", 0.25)):

@@ -15,7 +15,7 @@ import pytest
 from small_run import TINY, losses
 
 from ejdist.models import decoder, parts, stack
-from ejdist.models.config import ALIASES, MIXERS, ExpertsShape, LatentShape, parts_of_kind
+from ejdist.models.config import ALIASES, MIXERS, ExpertsShape, LatentShape, SparseShape, parts_of_kind
 from ejdist.models.model import BatchContext, Flops, Metric, StepContext
 from ejdist.models.parameters import Param, initialise, num_parameters
 from ejdist.models.parts import PARTS
@@ -498,7 +498,7 @@ def test_old_names_of_kinds_are_what_they_were():
     meanings = {
         "full": ("attention", "mlp"), "window": ("window_attention", "mlp"), "latent": ("latent_attention", "mlp"),
         "experts": ("attention", "experts"), "window_experts": ("window_attention", "experts"),
-        "latent_experts": ("latent_attention", "experts"),
+        "latent_experts": ("latent_attention", "experts"), "sparse": ("sparse_attention", "mlp"),
     }  # fmt: skip
     assert {kind: parts_of_kind(kind) for kind in ALIASES} == meanings
     for kind, (mixer, feed_forward) in meanings.items():
@@ -509,16 +509,16 @@ def test_old_names_of_kinds_are_what_they_were():
 def test_every_mixer_goes_with_every_feed_forward():
     roles = {role: [n for n, p in parts.PARTS.items() if p.role == role] for role in ("mixer", "feed_forward")}
     kinds = [f"{m}+{f}" for m in roles["mixer"] for f in roles["feed_forward"]]
-    assert len(kinds) == 36
+    assert len(kinds) == 40
     sections = {"experts": ExpertsShape(num=4, top_k=2, ffn_dim=8), "latent": LatentShape(kv_rank=8)}
     sections |= {"gated_delta": GatedDeltaShape(2, 4), "kda": KdaShape(4), "mamba2": Mamba2Shape(4)}
-    sections |= {"lightning": LightningShape(4), "gla": GlaShape(4), "rwkv7": Rwkv7Shape(4)}
-    c = dataclasses.replace(MIXED, num_layers=36, layer_pattern=tuple(kinds), **sections)
+    sections |= {"sparse": SparseShape(4), "lightning": LightningShape(4), "gla": GlaShape(4), "rwkv7": Rwkv7Shape(4)}
+    c = dataclasses.replace(MIXED, num_layers=40, layer_pattern=tuple(kinds), **sections)
     c.validate()
     stacks = decoder.declare(c)["layers"]
-    names = ("query", "latent_query", "mamba2_in", "gate", "ungated_up", "router", "probe_scale")
+    names = ("query", "latent_query", "mamba2_in", "sparse_gates", "gate", "ungated_up", "router", "probe_scale")
     of = {n: stacks[n].shape[0] for n in names}
-    assert of == {"query": 8, "latent_query": 4, "mamba2_in": 4} | dict.fromkeys(names[3:], 9)
+    assert of == {"query": 8, "latent_query": 4, "mamba2_in": 4, "sparse_gates": 4} | dict.fromkeys(names[4:], 10)
 
 
 def test_what_is_added_to_the_stream_starts_smaller_the_more_parts_add_to_it():

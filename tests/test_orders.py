@@ -399,6 +399,16 @@ def test_the_order_that_the_data_asks_for(lengths, words, wanted):
     assert all(f"{name} {value:.2f}" in said for name, value in choice.uneven.items())
 
 
+def test_what_attends_for_a_run_of_the_text_asks_for_no_order():
+    """Its tokens would change places for nothing; beside other attention that one decides."""
+    recipe = compose([*TINY, "mesh.sp=4", "data.sequence_length=4096", "sequence.order=auto"])
+    ids, mesh = ids_of(4096, length=4096)[None], make_mesh(**vars(recipe.mesh))
+    text, other = Flops(1, pair=5, of_text=True), Flops(1, pair=2)
+    for parts, name in (([text], "contiguous"), ([text, other], "zigzag")):
+        choice = choose(recipe, mesh, parts, ids)
+        assert choice.order.name == name and choice.flops == sum(part.pair for part in parts) * 4096 * 4097 / 2
+
+
 def test_a_model_with_a_recurrence_is_given_an_order_that_it_has(monkeypatch):
     """Its rows ask for a balanced one, by the data and in a plan."""
     recipe = compose([*TINY, "mesh.sp=4", "data.sequence_length=4096", "sequence.order=auto"])

@@ -123,3 +123,23 @@ def test_pages_of_ranks_are_taken_in_order_and_come_back():
     assert pages.room == 6 and pages.shared(digests) == first[:4]
     pages.release(first[:4])
     assert [page // 4 for page in pages.take(6)] == [0, 0, 0, 1, 1, 1] and pages.room == 1
+
+
+def test_texts_of_sparse_attention_over_spread_pages():
+    """A layer's keys of a request come together in a step; between steps they stay where they are."""
+    known = Known(**KINDS["sparse"])
+    engine = spread(known, 2, pages=20)
+    asked = prompts([41, 3])
+    assert engine._pages.count // 2 * 4 < asked[0].size
+    numbers = [engine.submit(ids, max_tokens=4, temperature=0) for ids in asked]
+    results = finish(engine)
+    for number in numbers:
+        known.check(results[number])
+    alone = Known(**KINDS["sparse"]).engine(slots=2, pages=20)
+    assert 2 * engine.cache_bytes == alone.cache_bytes
+
+
+@pytest.mark.slow
+def test_a_step_of_sparse_attention_gathers_no_pages_of_others():
+    """What a layer takes out of spread pages grows with the requests of a step, and not with the pages."""
+    check_that_steps_copy_nothing(spread(Known(**KINDS["sparse"]), 2, pages=40_000))

@@ -71,13 +71,46 @@ def _attention(
     **options: Any,
 ) -> tuple[jax.Array, Pages]:
     """Returns (causal attention of the new tokens over all of their requests, the pages with their keys and values)."""
-    of_layer = partial(_of_layer, row=row, layers=pages[0].shape[1])
-    each, slots = pages[0].shape[2:4]
+    keys, values = _appended(pages, row, rows, ops, key, value)
+    tables = _of_layer(rows.tables, row, *pages[0].shape[1:3])
+    out = _over_pages(query, (keys, values), tables, rows, ops, options)
+    return out, tuple(x.reshape(old.shape) for x, old in zip((keys, values), pages, strict=True))
+
+
+def _sparse_attention(
+    pages: Pages,
+    row: jax.Array,
+    rows: Rows,
+    ops: Ops,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *gates: jax.Array,
+    **options: Any,
+) -> tuple[jax.Array, Pages]:
+    """Returns (native sparse attention of the new tokens over all of their requests, the pages with their keys and values).
+
+    The keys of a request are taken out of its pages, as many as the longest request has, so that its last one is at the end:
+    where the last query is. What is before its first is padding.
+    """
+    stacks, sizes, page = _appended(pages, row, rows, ops, key, value), pages[0].shape[1:3], pages[0].shape[3]
+    tables = _of_layer(rows.tables, row, *sizes)
+    length = max(tables.shape[1] * page, query.shape[1])
+    place = jnp.arange(length) - (length - rows.lengths[:, None])
+    at = jnp.maximum(place, 0)
+    entries = jnp.take_along_axis(tables, at // page, axis=1) * page + at % page
+    whole = (ops.constrain(x.reshape(-1, *x.shape[2:])[entries], "B T K _") for x in stacks)
+    ids = jnp.where(place >= 0, 0, -1).astype(jnp.int32)
+    out = ops.native_sparse_attention(query, *whole, *gates, **_without_ids(options), segment_ids=ids)
+    return _of_real(out, rows), tuple(x.reshape(old.shape) for x, old in zip(stacks, pages, strict=True))
+
+
+def _appended(pages: Pages, row: jax.Array, rows: Rows, ops: Ops, key: jax.Array, value: jax.Array) -> Pages:
+    """Returns the pages of all layers, [all pages, page, K, H], with the keys and values of a layer's new tokens."""
+    layers, each, slots = pages[0].shape[1:4]
     new = (ops.constrain(x.reshape(-1, *x.shape[2:]), "_ K _") for x in (key, value))
     stacks = (x.reshape(-1, *x.shape[3:]) for x in pages)
-    keys, values = ops.append_to_cache(*new, *stacks, of_layer(rows.entries.reshape(-1), each=each * slots))
-    out = _over_pages(query, (keys, values), of_layer(rows.tables, each=each), rows, ops, options)
-    return out, tuple(x.reshape(old.shape) for x, old in zip((keys, values), pages, strict=True))
+    return ops.append_to_cache(*new, *stacks, _of_layer(rows.entries.reshape(-1), row, layers, each * slots))
 
 
 def _latent_attention(
@@ -163,6 +196,7 @@ def _recurrence(
 OVER_PAGES: dict[str, Callable[..., tuple[jax.Array, Pages]]] = {
     "attention": _attention,
     "flash_mla": _latent_attention,
+    "native_sparse_attention": _sparse_attention,
 }
 
 

@@ -24,7 +24,7 @@ from ejdist.sequence.cost import AttentionShape
 from kernels.engines.attention.masks import MaskInfo, window_of
 
 
-def _scaled(c: DecoderShape) -> dict[str, float]:
+def scaled(c: DecoderShape) -> dict[str, float]:
     return {} if c.attention_scale is None else {"softmax_scale": c.attention_scale}
 
 
@@ -62,19 +62,24 @@ def _traffic(c: DecoderShape, share: Share, shape: AttentionShape, mask: MaskInf
     return sent
 
 
-def _recomputed(remat: Remat) -> float:
+def recomputed(remat: Remat) -> float:
     """Returns the share of the four projections that the backward computes again: all, or none where their results are kept."""
     return float(not remat.products)
 
 
 @dataclass(frozen=True)
 class Attention(Part):
-    """RMSNorm, q, k, v, with RoPE or without, causal attention inside documents, output projection."""
+    """RMSNorm, q, k, v, with RoPE or without, causal attention inside documents, output projection.
+
+    prefix: of the names of its parameters; parts that share a stack have the same.
+    """
 
     windowed: bool = False
 
     role = "mixer"
     name = "attention"
+    operation = "attention"  # of `Ops`
+    prefix = ""
     saves = ("flash_attention.lse",)  # a number per query and head
     offloads = ("flash_attention.out",)
 
@@ -100,43 +105,55 @@ class Attention(Part):
             declared["query_bias"] = Param((N, H), "N H", "zeros", decay=False)
             declared["key_bias"] = Param((K, H), "K H", "zeros", decay=False)
             declared["value_bias"] = Param((K, H), "K H", "zeros", decay=False)
-        return declared
+        return {f"{self.prefix}{name}": p for name, p in declared.items()}
 
     def keeps(self, c: DecoderShape) -> dict[str, Kept]:
         head = (c.num_kv_heads, c.head_dim), "K _"
-        return {"attention": Kept((head, head), per_token=True)}
+        return {self.operation: Kept((head, head), per_token=True)}
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, batch, norms = ctx.config, ctx.ops, ctx.batch, self.norms(params, ctx)
-        h = ops.rms_norm(x, norms["attention_norm"], eps=c.norm_eps)
+        c, ops = ctx.config, ctx.ops
+        p = {name.removeprefix(self.prefix): w for name, w in (params | self.norms(params, ctx)).items()}
+        h = ops.rms_norm(x, p["attention_norm"], eps=c.norm_eps)
         names = ("query", "key", "value")
         q, k, v = ops.project_all(
             h,
-            [params[name] for name in names],
+            [p[name] for name in names],
             [f"btd,d{n}h->bt{n}h" for n in "nkk"],
-            biases=[params.get(f"{name}_bias") for name in names],
+            biases=[p.get(f"{name}_bias") for name in names],
         )
         if c.qk_norm:
-            q, k = (ops.rms_norm(y, norms[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
+            q, k = (ops.rms_norm(y, p[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
         if c.attention_rope:
             turned = _turning(ctx, rotary_dim=c.rotary_dim)
             # With one key head, every device holds it whole, however the query heads are sharded.
             q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
-        out = ops.attention(
+        out = self.attended(h, q, k, v, p, ctx)
+        if c.attention_gate:
+            out = out * jax.nn.sigmoid(ops.project(h, p["query_gate"], "btd,dnh->btnh"))
+        return x + ops.project(out, p["output"], "btnh,nhd->btd", bias=p.get("output_bias")), {}
+
+    def attended(
+        self, h: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, p: dict[str, jax.Array], ctx: LayerContext
+    ) -> jax.Array:
+        """Returns the attention of the queries, [B, T, N, H].
+
+        Args:
+          h: the layer's input after its norm. p: the parameters, without the prefix of their names.
+        """
+        c, ops, ids = ctx.config, ctx.ops, ctx.batch["segment_ids"]
+        return ops.attention(
             q,
             k,
             v,
             causal=True,
             sliding_window=self.window(c),
             logits_soft_cap=c.attention_soft_cap,
-            **_scaled(c),
-            **({"softmax_aux": ops.gather(params["sinks"], "N _")} if c.attention_sinks else {}),
-            q_segment_ids=batch["segment_ids"],
-            kv_segment_ids=batch["segment_ids"],
+            **scaled(c),
+            **({"softmax_aux": ops.gather(p["sinks"], "N _")} if c.attention_sinks else {}),
+            q_segment_ids=ids,
+            kv_segment_ids=ids,
         )
-        if c.attention_gate:
-            out = out * jax.nn.sigmoid(ops.project(h, params["query_gate"], "btd,dnh->btnh"))
-        return x + ops.project(out, params["output"], "btnh,nhd->btd", bias=params.get("output_bias")), {}
 
     def window(self, c: DecoderShape) -> int | None:
         """Returns how many keys a query sees; None for all before it."""
@@ -167,7 +184,7 @@ class Attention(Part):
         return _traffic(c, share, self._shape(c, share), self.mask(c))
 
     def recomputed(self, remat: Remat) -> float:
-        return _recomputed(remat)
+        return recomputed(remat)
 
     @staticmethod
     def _shape(c: DecoderShape, share: Share) -> AttentionShape:
@@ -229,7 +246,7 @@ class LatentAttention(Part):
         turned = _turning(ctx, interleaved=True) if m.rope else lambda y: y
 
         q, q_rope, shared = q[..., : m.nope_dim], turned(q[..., m.nope_dim :]), turned(shared[:, :, None])
-        options = {"causal": True, "logits_soft_cap": c.attention_soft_cap, **_scaled(c)}
+        options = {"causal": True, "logits_soft_cap": c.attention_soft_cap, **scaled(c)}
         up = [p[name] for name in EXPANDING]
         adapted = any(isinstance(w, Frozen) and w.a is not None for w in up)  # `project` alone adds an adapter
         if ops.sends_latents(x.dtype.itemsize, adapted, **self.sizes(c)):
@@ -269,7 +286,7 @@ class LatentAttention(Part):
         return _traffic(c, share, self._shape(c, share))
 
     def recomputed(self, remat: Remat) -> float:
-        return _recomputed(remat)
+        return recomputed(remat)
 
     def repeated(self, c: DecoderShape, share: Share) -> float:
         m, shape = c.latent, self._shape(c, share)

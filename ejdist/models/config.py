@@ -11,6 +11,7 @@ from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
 from ejdist.models.ahead_shape import AheadShape
+from ejdist.models.attention_shapes import LEAST, MOST, LatentShape, SparseShape
 from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.models.remat import REMAT
 from ejdist.precision import BF16, check_precision
@@ -21,7 +22,12 @@ from kernels.ops.rotary_embedding import EXACT_FROM, RopeScaling
 # A kind of layer is MIXER+FEED_FORWARD, by their names in `PARTS` of ejdist/models/parts.py; "none" for a layer without one.
 NONE = "none"
 # Short names of mixers in patterns.
-MIXERS = {"full": "attention", "window": "window_attention", "latent": "latent_attention"}
+MIXERS = {
+    "full": "attention",
+    "window": "window_attention",
+    "latent": "latent_attention",
+    "sparse": "sparse_attention",
+}
 # Old names of kinds, kept as aliases. Do not add new ones.
 ALIASES = {name: f"{name}+mlp" for name in MIXERS} | {
     "experts": "full+experts",
@@ -39,8 +45,8 @@ ROPE_SCALING = {
 }
 # The activation that only an MLP without a gate has, the square of relu (So et al., Primer, 2021, arXiv:2109.08668).
 RELU2 = "relu2"
-# Limit of numbers used in float32, in which up to three times init_std is drawn.
-_LEAST, _MOST = 2.0**-126, 2.0**126
+# Mixers that have the keys of plain attention: heads, RoPE, biases and what else one of them may have.
+_PLAIN = ("attention", "window_attention", "sparse_attention")
 
 
 def parts_of_kind(kind: str) -> tuple[str, ...]:
@@ -147,40 +153,11 @@ class ExpertsShape:
             )
 
 
-@dataclass(unsafe_hash=True)
-class LatentShape:
-    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads from one narrow vector per token."""
-
-    kv_rank: int = 0  # width of the vector that keys and values come from; 0: no such layers
-    query_rank: int = 0  # width of the vector that queries come from; 0: they are projected from the residual stream
-    nope_dim: int = 128  # width of a query's and key's head without RoPE
-    rope_dim: int = 64  # width of a query's head with RoPE, and of the one such key that all heads share
-    value_dim: int = 128  # width of a value's head
-    rope: bool = True  # RoPE turns those of rope_dim; in Kimi Linear nothing does, and they are there all the same
-    norm_eps: float | None = (
-        None  # added to the mean square in the norms of the narrow vectors; null for model.norm_eps
-    )
-
-    def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
-        if self == LatentShape():
-            return
-        for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.latent.{name} must be positive, got {getattr(self, name)}")
-        if self.norm_eps is not None and not _LEAST <= self.norm_eps <= _MOST:
-            raise ValueError(f"model.latent.norm_eps must be positive, or null for model.norm_eps, got {self.norm_eps}")
-        if self.query_rank < 0 or (self.rope and self.rope_dim % 2):
-            raise ValueError(
-                f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "
-                f"{self.rope_dim} even: rotary embedding rotates pairs"
-            )
-
-
 # Name of a part -> its section of a model's, what that is, and the size in it that a layer cannot do without.
 SECTIONS: dict[str, tuple[str, type, str]] = {
     "experts": ("experts", ExpertsShape, "num"),
     "latent_attention": ("latent", LatentShape, "kv_rank"),
+    "sparse_attention": ("sparse", SparseShape, "block_size"),
     "gated_delta": ("gated_delta", GatedDeltaShape, "num_key_heads"),
     "kda": ("kda", KdaShape, "num_heads"),
     "mamba2": ("mamba2", Mamba2Shape, "num_heads"),
@@ -250,6 +227,7 @@ class DecoderShape:
     scan_layers: bool = operational(True)
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
+    sparse: SparseShape = field(default_factory=SparseShape)
     gated_delta: GatedDeltaShape = field(default_factory=GatedDeltaShape)
     kda: KdaShape = field(default_factory=KdaShape)
     mamba2: Mamba2Shape = field(default_factory=Mamba2Shape)
@@ -304,7 +282,7 @@ class DecoderShape:
         optional = ("sliding_window", "attention_soft_cap", "logits_soft_cap", "attention_scale")
         for name in ("rope_base", "norm_eps", "init_std", *optional):
             value, none = getattr(self, name), ", or null for none" if name in optional else ""
-            if value is not None and not _LEAST <= value <= _MOST:
+            if value is not None and not LEAST <= value <= MOST:
                 raise ValueError(f"model.{name} must be positive, and representable in float32{none}, got {value}")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
@@ -335,7 +313,7 @@ class DecoderShape:
         plain = ("qk_norm", "attention_bias", "attention_output_bias", "attention_sinks", "attention_gate", "attention_rope",
                  "rotary_dim")  # fmt: skip
         ignored = [name for name in plain if getattr(self, name) != getattr(DecoderShape, name)]
-        if ignored and not parts & {"attention", "window_attention"}:
+        if ignored and not self.plain():
             raise ValueError(
                 f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
             )
@@ -353,14 +331,17 @@ class DecoderShape:
                     f"example {example}, or leave it out"
                 )
 
+    def plain(self) -> list[str]:
+        """Returns the mixers that have the keys of plain attention: its heads, RoPE and biases."""
+        return sorted(self.part_names() & {*_PLAIN})
+
     def turns(self) -> list[str]:
         """Returns the mixers, of those that attend, in which RoPE turns queries and keys."""
-        plain, latent = {"attention", "window_attention"}, {"latent_attention"}
-        turned = (plain if self.attention_rope else set()) | (latent if self.latent.rope else set())
-        return sorted(self.part_names() & turned)
+        latent = self.part_names() & {"latent_attention"}
+        return sorted({*(self.plain() if self.attention_rope else ()), *(latent if self.latent.rope else ())})
 
     def _validate_rope(self, parts: set[str]) -> None:
-        plain = parts & {"attention", "window_attention"}
+        plain = self.plain()
         if plain and not self.attention_rope and self.rotary_dim is not None:
             raise ValueError(
                 f"model.rotary_dim = {self.rotary_dim} is RoPE's, and model.attention_rope = false: leave one of them out"

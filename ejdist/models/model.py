@@ -132,7 +132,8 @@ class Flops:
     token: per position, in matmuls with parameters. pair: per (query, key) pair of causal attention.
     grouped: whether the matmuls are grouped by expert. mask: the mask rules within a document, without arrays. frozen: of
     `token`, those with parameters that are not trained: their backward has one matmul, not two. backward: whether there is one;
-    a reference of a loss has none.
+    a reference of a loss has none. beside: (pair, mask) of further attentions of the same queries.
+    of_text: whether each rank of a sequence attends for a run of the text, in whatever order its tokens lie.
     """
 
     token: int
@@ -141,6 +142,13 @@ class Flops:
     mask: MaskInfo = CAUSAL
     frozen: int = 0
     backward: bool = True
+    beside: tuple[tuple[float, MaskInfo], ...] = ()
+    of_text: bool = False
+
+    @property
+    def attends(self) -> tuple[tuple[float, MaskInfo], ...]:
+        """(FLOPs of a pair, mask) of each attention; none where there is none."""
+        return ((self.pair, self.mask), *self.beside) if self.pair else ()
 
 
 @dataclass(frozen=True)

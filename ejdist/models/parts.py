@@ -7,6 +7,7 @@ A new mixer or feed-forward is a `Part` and its line in `PARTS`: a pattern may t
 from __future__ import annotations
 
 from ejdist.models.attention import Attention, LatentAttention
+from ejdist.models.attention_sparse import SparseAttention
 from ejdist.models.feedforward import MLP, Experts, UngatedMLP
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.recurrent import GatedDelta, KimiDelta, Lightning, Mamba2
@@ -19,6 +20,7 @@ PARTS: dict[str, Part] = {
     "attention": Attention(),
     "window_attention": Attention(windowed=True),
     "latent_attention": LatentAttention(),
+    "sparse_attention": SparseAttention(),
     "gated_delta": GatedDelta(),
     "kda": KimiDelta(),
     "mamba2": Mamba2(),

@@ -77,9 +77,11 @@ class Share:
         over = tuple((a, n) for a, n in ((CP, self.outer), (SP, self.sequence // self.outer)) if n > 1)
         return over or ((SP, 1),)
 
-    def imbalance(self, mask: MaskInfo, documents: Documents) -> float:
-        """Returns the pairs of the busiest rank over the mean, by the rules of a mask inside such documents."""
-        return imbalance(self.scheme.uneven(self.order, self.over), self.length, mask, documents)
+    def imbalance(self, mask: MaskInfo, documents: Documents, of_text: bool = False) -> float:
+        """Returns the pairs of the busiest rank over the mean, by the rules of a mask inside such documents; `of_text`: of
+        ranks that each attend for a run of the text."""
+        order = Order("contiguous", self.sequence) if of_text else self.scheme.uneven(self.order, self.over)
+        return imbalance(order, self.length, mask, documents)
 
     def adds_in_place(self, width: int) -> bool:
         """Returns whether a ring of plain attention adds in place, with heads of that width."""

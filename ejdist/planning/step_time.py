@@ -116,7 +116,7 @@ def step_time(
     narrow = PRECISIONS.get(c.precision)
     for part, layers in counted_parts(c).items():
         flops = part.flops(c)
-        token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.mask, pairs, documents)
+        token = layers * flops.token
         matmuls += token
         times = backward + 1 + Costs(part).recomputed(share.remat)
         computed += token * times * (MATMUL / GROUPED if flops.grouped else 1) + layers * part.repeated(c, share)
@@ -124,11 +124,13 @@ def step_time(
             products, numbers = _narrow(part, c)
             computed -= layers * products * times * (1 - 1 / narrow.speed)
             quantised += layers * numbers
-        visible += seen
         # A backward has five products to the forward's two; that runs again where its output is not kept.
         times = 3.5 + (not share.remat.asked)
-        even += seen * times
-        attention += seen * share.imbalance(flops.mask, documents) * times if seen else 0
+        for pair, mask in flops.attends:
+            seen = layers * pair * _pairs(rows, length, mask, pairs, documents)
+            visible += seen
+            even += seen * times
+            attention += seen * share.imbalance(mask, documents, flops.of_text) * times
     head = 2 * c.vocab_size * c.model_dim
     head += c.mtp.modules * (head + 4 * c.model_dim**2)
     matmuls, computed = matmuls + head, computed + head * (backward + (2 if share.features > 1 else 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -21,8 +22,9 @@ from kernels.engines.attention.pairs import keys_at
 def keys_seen(parts: Iterable[Flops], segment_ids: np.ndarray) -> np.ndarray:
     """Returns float64 [B, T]: forward FLOPs of attention of each token in all layers, from the segment ids of whole rows; 0 for
     padding."""
-    at, parts = places(segment_ids), [p for p in parts if p.pair]
-    weights = {mask: sum(p.pair for p in parts if p.mask == mask) for mask in {p.mask for p in parts}}
+    at, weights = places(segment_ids), defaultdict(float)
+    for pair, mask in (one for part in parts for one in part.attends):
+        weights[mask] += pair
     seen = np.zeros(at.shape)
     for mask, pair in weights.items():
         seen += pair * keys_at(mask, at.reshape(-1)).reshape(at.shape)

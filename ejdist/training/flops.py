@@ -70,10 +70,11 @@ def step_flops(parts: Iterable[Flops], segment_ids: np.ndarray) -> StepFlops:
     for part in parts:
         (whole if part.backward else forward).append(part)
     rows, length = segment_ids.shape
-    pairs = {mask: visible_pairs(segment_ids, mask) for mask in {p.mask for p in (*whole, *forward) if p.pair}}
+    masks = {mask for p in (*whole, *forward) for _, mask in p.attends}
+    pairs = {mask: visible_pairs(segment_ids, mask) for mask in masks}
     exact, square = 0.0, 0.0
     for times, of in ((3.0, whole), (1.0, forward)):
-        exact += times * sum(p.pair * pairs[p.mask] for p in of if p.pair)
+        exact += times * sum(pair * pairs[mask] for p in of for pair, mask in p.attends)
         square += times * sum(p.pair for p in of) * rows * length * length
     tokens = 3.0 * matmul_flops_per_token(whole) - sum(p.frozen for p in whole) + matmul_flops_per_token(forward)
     return StepFlops(causal=tokens * rows * length + exact, full=tokens * rows * length + square)

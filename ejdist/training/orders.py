@@ -64,7 +64,8 @@ def choose(s: TrainSections, mesh: Any, parts: Sequence[Flops], segment_ids: np.
     if not orders:
         orders[:] = [order_for(AUTO, ranks, length)]
         orders[0].check(length)
-    uneven = {o.name: busiest(scheme.uneven(o, over).of_ranks(seen)) for o in orders}
+    following = keys_seen([part for part in parts if not part.of_text], segment_ids)
+    uneven = {o.name: busiest(scheme.uneven(o, over).of_ranks(following)) for o in orders}
     best = min(uneven.values())
     chosen = next(o for o in orders if uneven[o.name] <= best * (1 + ALIKE))
     documents = float(np.mean([len(np.unique(row[row >= 0])) for row in segment_ids]))

@@ -30,7 +30,7 @@ def without_ntk(c: DecoderShape) -> DecoderShape:
     """Returns the same function with another base in place of ntk scaling, which is equivalent where all layers turn as many
     dims."""
     parts = c.part_names()
-    plain = c.attention_rope and parts & {"attention", "window_attention"}
+    plain = c.attention_rope and c.plain()
     widths = {c.rotary_dim or c.head_dim} if plain else set()
     widths |= {c.latent.rope_dim} if "latent_attention" in parts else set()
     if c.rope_scaling != "ntk" or len(widths) != 1 or widths == {2}:
@@ -45,7 +45,7 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
     """Returns the keys that the model's function depends on, equal where the function is; `layers` has each layer's parts."""
     c = without_ntk(c)
     parts = c.part_names()
-    plain = bool(parts & {"attention", "window_attention"})
+    plain = bool(c.plain())
     values = {k: v for k, v in flat(c).items() if k not in _TRAINING}
     values["layers"] = tuple(c.layers())
     values["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias

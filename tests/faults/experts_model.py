@@ -83,7 +83,7 @@ FAULTS = (
     ),
     Fault(
         "sinks that nothing reads",
-        "Attention.apply",
+        "Attention.attended",
         "$ops.gather($params['sinks'], 'N _')",
         "$ops.gather($params['sinks'], 'N _') - 1000000000.0",
         step("gpt_oss"),
@@ -95,7 +95,7 @@ FAULTS = (
         "$ops.project($$args)",
         step("gpt_oss"),
     ),
-    Fault("the windows of experts' layers see all", "Attention.apply", "self.window($c)", "None", step("gpt_oss")),
+    Fault("the windows of experts' layers see all", "Attention.attended", "self.window($c)", "None", step("gpt_oss")),
     Fault(
         "the shared expert left out",
         "Experts._mixed",

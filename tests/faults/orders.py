@@ -208,8 +208,8 @@ FAULTS = (
     Fault(
         "a plan counts the busiest rank of one document",
         "planning/step_time:step_time",
-        "$share.imbalance($flops.mask, $documents)",
-        "$share.imbalance($flops.mask, ONE_DOCUMENT)",
+        "$share.imbalance($mask, $documents, $flops.of_text)",
+        "$share.imbalance($mask, ONE_DOCUMENT, $flops.of_text)",
         "tests/test_planning.py -k packed_rows",
     ),
     Fault(

@@ -1,7 +1,6 @@
 """native_sparse_attention: against loops over NumPy float64, alone and on meshes; its memory; wrong calls."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -9,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grid import error
+from numpy_native_sparse import loop
 from sparse_calls import check_draws, check_on_a_mesh, check_slopes, contract_of, mesh_grid, with_gradients
 
 import ejdist
 import kernels
 from ejdist import make_mesh
+from ejdist.operations import bind_ops
+from ejdist.order import Order
 from kernels import Unsupported
 from kernels.ops.native_sparse_attention import NativeSparseConfig, native_sparse_attention, op
 
@@ -33,69 +35,6 @@ PER_BLOCK = RNG.integers(-1, 5, (B, 5, K, 3)).astype(np.int32)
 SEGMENTS = np.stack([np.repeat([0, -1, 3, 1, 0], [4, 1, 9, 2, 3]), np.repeat([5, -1], [16, 3])]).astype(np.int32)
 
 
-def softmax(x):
-    e = np.exp(x - x.max())
-    return e / e.sum()
-
-
-def loop(
-    query, key, value, g_cmp=None, g_slc=None, g_swa=None, *, block_size, block_counts=None, block_indices=None, **rest
-):
-    """Returns the output in float64: for each query the tokens of each branch are listed, one by one."""
-    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
-    (b_, t_, n_, h), (s_, k_) = q.shape, k.shape[1:3]
-    scale = rest.get("softmax_scale") or 1 / np.sqrt(h)
-    out = np.zeros((b_, t_, n_, v.shape[-1]))
-    for b, t in np.ndindex(b_, t_):
-        at = s_ - t_ + t
-        begin = document_of(rest, b, at)
-        if begin is None:
-            continue
-        own = (at - begin) // block_size
-        tokens_of = [
-            [j for j in range(begin + c * block_size, begin + (c + 1) * block_size) if j <= at] for c in range(own + 1)
-        ]
-        whole = [c for c in range(own + 1) if begin + (c + 1) * block_size - 1 <= at]
-        for kv in range(k_):
-            heads = range(kv * (n_ // k_), (kv + 1) * (n_ // k_))
-            mean_k = [k[b, tokens_of[c], kv].mean(0) for c in whole]
-            mean_v = [v[b, tokens_of[c], kv].mean(0) for c in whole]
-            weights = {n: softmax(np.array([m @ q[b, t, n] * scale for m in mean_k])) if whole else [] for n in heads}
-            if block_indices is None:
-                rank = {c: np.mean([weights[n][c] for n in heads]) if c in whole else 0.0 for c in range(own + 1)}
-                rank |= {c: 9.0 - i for i, c in reversed(list(enumerate((own, 0, own - 1)))) if c >= 0}
-                named = sorted(rank, key=lambda c: (-rank[c], c))
-                most = 16 if block_counts is None else block_counts
-            else:
-                row = block_indices[b, t if block_indices.shape[1] == t_ else t // block_size, kv]
-                named, most = list(row), len(row) if block_counts is None else block_counts
-            most = most if np.ndim(most) == 0 else most[b, t, kv]
-            chosen = {c for c in named[:most] if 0 <= c <= own}
-            branches = [(g_slc, [j for c in sorted(chosen) for j in tokens_of[c]])]
-            if rest.get("sliding_window"):
-                branches.append((g_swa, [j for j in range(begin, at + 1) if j > at - rest["sliding_window"]]))
-            for n in heads:
-                if g_cmp is not None and whole:
-                    out[b, t, n] += g_cmp[b, t, n] * (weights[n] @ np.array(mean_v))
-                for gate, js in branches:
-                    if js:
-                        p = softmax(k[b, js, kv] @ q[b, t, n] * scale)
-                        out[b, t, n] += (1 if gate is None else gate[b, t, n]) * (p @ v[b, js, kv])
-    return out
-
-
-def document_of(rest, b, at):
-    """Returns the place of the first token of the document that a token is in, None for padding."""
-    if "cu_seqlens" in rest:
-        return next((i for i, j in itertools.pairwise(rest["cu_seqlens"]) if i <= at < j), None)
-    if "segment_ids" not in rest:
-        return 0
-    ids, begin = rest["segment_ids"][b], at
-    while begin and ids[begin - 1] == ids[at]:
-        begin -= 1
-    return None if ids[at] < 0 else begin
-
-
 def row(x):
     return {name: a[:1] for name, a in x.items()}
 
@@ -112,6 +51,10 @@ CALLS = {
         {"block_size": 3, "block_counts": COUNTS[:1], "cu_seqlens": [0, 5, 5, 17]},
     ),
     "segments": (ARRAYS | GATES, {"block_size": 2, "block_counts": 3, "segment_ids": SEGMENTS, "sliding_window": 5}),
+    "last queries of documents": (
+        ARRAYS | {n: x[:, -9:] for n, x in (GATES | {"query": ARRAYS["query"]}).items()},
+        {"block_size": 3, "block_counts": 3, "segment_ids": SEGMENTS, "sliding_window": 4},
+    ),
     "last queries": (
         ARRAYS | {n: x[:, -5:] for n, x in (GATES | {"query": ARRAYS["query"]}).items()},
         {"block_size": 4, "block_counts": 2, "sliding_window": 30},
@@ -217,6 +160,47 @@ def test_the_numbers_of_one_device_on_a_mesh(name, mesh):
     check_on_a_mesh(functools.partial(ejdist.native_sparse_attention, **options), mesh, LONG, data, on_one_device(name))
 
 
+@pytest.mark.parametrize(
+    "order", [Order("striped", 4, 3), *(pytest.param(Order(n, 4), marks=pytest.mark.slow) for n in ("zigzag", "striped"))],
+    ids=lambda order: f"{order.name}{order.stripe}",
+)  # fmt: skip
+def test_tokens_in_another_order_are_exchanged(order):
+    """Documents of the text, whose runs lie apart, and blocks that reach over several ranks."""
+    arrays, ids = ({n: order.permute(x) for n, x in some.items()} for some in (LONG, {"segment_ids": IDS}))
+    options = {n: x for n, x in ON_MESH["chosen"].items() if n not in ids}
+    mesh, weight = make_mesh(sp=4, devices=jax.devices()[:4]), order.permute(loss_weight(2, 24, 4, 8))
+
+    @jax.jit
+    def run(arrays, ids):
+        call = functools.partial(bind_ops(mesh, order=order).native_sparse_attention, **options, segment_ids=ids)
+        out, back = jax.vjp(lambda x: call(**x), arrays)
+        return out, back(weight)[0]
+
+    out, gradients = run(arrays, ids["segment_ids"])
+    wanted, d_wanted = on_one_device("chosen")
+    assert error(order.inverse(out), wanted) < 3e-6
+    for name, gradient in gradients.items():
+        assert error(order.inverse(gradient), d_wanted[name]) < 3e-6, name
+
+
+def loss_weight(*shape):
+    """Returns the cotangent of the loss of `sparse_calls`."""
+    return np.cos(np.arange(np.prod(shape))).reshape(shape).astype(np.float32)
+
+
+def test_an_order_that_it_has_no_form_for():
+    mesh, of = make_mesh(sp=4, devices=jax.devices()[:4]), ON_MESH["chosen"]
+    with pytest.raises(
+        Unsupported, match=r"native_sparse_attention: its result depends on the order .*'balanced' over 4"
+    ):
+        bind_ops(mesh, order="balanced").native_sparse_attention(**LONG, **of)
+    fewer = LONG | {n: LONG[n][:, :16] for n in ("query", *GATES)}
+    with pytest.raises(
+        ValueError, match=r"'query' has 4 tokens of a rank and 'key' 6, .* in order 'zigzag' both must be"
+    ):
+        bind_ops(mesh, order="zigzag").native_sparse_attention(**fewer, **of)
+
+
 # -- wrong calls, and right ones drawn at random -----------------------------------------------------------------------
 
 
@@ -240,9 +224,10 @@ def test_the_numbers_of_one_device_on_a_mesh(name, mesh):
         (r"'block_indices' must be \[B, T, K, n\] with at least one", {"block_indices": PER_TOKEN[..., :0]}),
         (r"'cu_seqlens' must be integers .* got int\d+ of shape \(2,\) for 2 rows", {"cu_seqlens": [0, 4]}),
         (r"'cu_seqlens' must rise from 0 to at most 19", {**{n: x[:1] for n, x in ARRAYS.items()}, "cu_seqlens": [3, 8]}),
-        (r"'segment_ids' must be integers \[B, T\] = \(2, 19\), got", {"segment_ids": np.ones(19, int)}),
+        (r"'segment_ids' must be integers \[B, S\] = \(2, 19\), got", {"segment_ids": np.ones(19, int)}),
         (r"'segment_ids' must be at most 2147483647, got 2147483648", {"segment_ids": np.full((B, T), 2**31)}),
-        (r"'segment_ids' requires queries for all tokens", {"query": ARRAYS["query"][:, :3], "segment_ids": SEGMENTS}),
+        (r"'cu_seqlens' requires queries for all tokens, not 3 of 19: give 'segment_ids'",
+         {"query": ARRAYS["query"][:, :3], "cu_seqlens": [0, 4]}),
         (r"s 'cu_seqlens' and 'segment_ids' both define", {"segment_ids": SEGMENTS, "cu_seqlens": [0, 4]}),
         (r"s 'sliding_window' and 'window_size' are two names for the same argument", {"sliding_window": 3, "window_size": 3}),
         (r"'scale' must be float or None, got 'x'", {"scale": "x"}),

@@ -99,7 +99,7 @@ def native_sparse_attention(
       softmax_scale: default 1/sqrt(H).
       cu_seqlens: [0, n1, n1 + n2, ...], cumulative lengths along a packed axis; the batch must be 1.
       window_size, scale, cum_seqlens: other names for sliding_window, softmax_scale and cu_seqlens.
-      segment_ids: int [B, T]; a document is a run of equal ids; -1 is padding, which sees nothing and gives 0.
+      segment_ids: int [B, S]; a document is a run of equal ids; -1 is padding, which sees nothing and gives 0.
       cfg: `NativeSparseConfig`.
 
     Raises:
@@ -180,11 +180,9 @@ def _documents(name: str, cuts: Any, segment_ids: Any, B: int, T: int, S: int) -
         )
     if cuts is None and segment_ids is None:
         return None
-    if T != S:
-        raise ValueError(
-            f"{_WHAT} {name if cuts is not None else 'segment_ids'!r} requires queries for all tokens, not {T} of {S}"
-        )
     if cuts is not None:
+        if T != S:
+            raise ValueError(f"{_WHAT} {name!r} requires queries for all tokens, not {T} of {S}: give 'segment_ids'")
         array = jnp.asarray(cuts)
         if B != 1 or array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(
@@ -194,8 +192,8 @@ def _documents(name: str, cuts: Any, segment_ids: Any, B: int, T: int, S: int) -
         segments.check_cuts(name, cuts, T, "native_sparse_attention: ")
         return _starts(segments.of_cuts(array, T))
     ids = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
-    if ids.shape != (B, T) or not jnp.issubdtype(ids.dtype, jnp.integer):
+    if ids.shape != (B, S) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"{_WHAT} 'segment_ids' must be integers [B, T] = {(B, T)}, got {ids.dtype} of shape {ids.shape}"
+            f"{_WHAT} 'segment_ids' must be integers [B, S] = {(B, S)}, got {ids.dtype} of shape {ids.shape}"
         )
     return _starts(jnp.asarray(segments.narrowed(ids, "segment_ids")))

@@ -1,0 +1,120 @@
+"""Native sparse attention, the mixer of a layer that attends to a part of what is before a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Traffic
+from ejdist.models.attention import Attention, scaled
+from ejdist.models.config import DecoderShape
+from ejdist.models.model import CAUSAL, Flops
+from ejdist.models.parameters import Param
+from ejdist.models.part import LayerContext
+from ejdist.models.remat import PartBytes
+from ejdist.models.share import Share
+from kernels.engines.attention.masks import MaskInfo, window_of
+
+BRANCHES = 3  # each with a gate: compressed, selected, sliding
+# Numbers in float32 that XLA gathers for the queries of a chunk, and arrays as large of a backward: what it read, the gradient.
+GATHERED, ARRAYS = 2**26, 2
+
+
+@dataclass(frozen=True)
+class SparseAttention(Attention):
+    """Native sparse attention of queries, keys and values as plain attention has them,
+
+        out = g_c compressed + g_s selected + g_w sliding, g = sigmoid(h W_g), a number of each branch and head
+
+    with h the layer's input after its norm. Compressed: over the means of blocks; selected: over the tokens of the blocks that
+    have the most weight there; sliding: over the last tokens; see the operation. A block's key is the mean of its keys after
+    RoPE, and the three branches have the same keys and values; the paper compresses by an MLP, and has keys and values of each
+    branch. Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089.
+    """
+
+    name = "sparse_attention"
+    operation = "native_sparse_attention"
+    prefix = "sparse_"
+    saves = ()
+    offloads = ("sparse_attention.out",)
+    fixed_order = True
+
+    def check(self, c: DecoderShape) -> None:
+        for name in ("attention_sinks", "attention_soft_cap"):
+            if getattr(c, name) != getattr(DecoderShape, name):
+                raise ValueError(
+                    f"model.{name} = {getattr(c, name)} is not for layers with sparse attention, whose softmaxes are plain: "
+                    "leave it out, or take these layers out of model.layer_pattern"
+                )
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        gates = Param((c.model_dim, c.num_heads, BRANCHES), "D N H", std=c.init_std, inputs="D", adapts=True)
+        return super().declare(c) | {f"{self.prefix}gates": gates}
+
+    def attended(
+        self, h: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, p: dict[str, jax.Array], ctx: LayerContext
+    ) -> jax.Array:
+        m, ops = ctx.config.sparse, ctx.ops
+        gates = jax.nn.sigmoid(ops.project(h, p["gates"], "btd,dnh->btnh"))
+        out = ops.native_sparse_attention(
+            q,
+            k,
+            v,
+            *(gates[..., i] for i in range(BRANCHES)),
+            block_size=m.block_size,
+            block_counts=m.num_blocks,
+            sliding_window=m.window,
+            segment_ids=ctx.batch["segment_ids"],
+            **scaled(ctx.config),
+        )
+        return checkpoint_name(out, "sparse_attention.out")
+
+    def flops(self, c: DecoderShape) -> Flops:
+        """Returns the FLOPs of what is read: the selected tokens, at most those of so many blocks, a mean for each block before
+        the query, and the window."""
+        m, dense = c.sparse, super().flops(c)
+        selected, sliding = (
+            MaskInfo(causal=True, window=window_of(n)) for n in (m.num_blocks * m.block_size, m.window)
+        )
+        gates = 2 * c.model_dim * c.num_heads * BRANCHES
+        beside = (dense.pair / m.block_size, CAUSAL), (dense.pair, sliding)
+        return replace(dense, token=dense.token + gates, mask=selected, beside=beside, of_text=True)
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32; of a chunk of
+        queries what XLA gathers."""
+        m, shape = c.sparse, self._shape(c, share)
+        alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
+        gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
+        whole = share.sequence * (shape.key + shape.value)
+        tokens, blocks = min(m.num_blocks * m.block_size, share.length), share.length // m.block_size
+        of_keys, of_queries = shape.kv_heads * 2 * c.head_dim * tokens, shape.heads * (tokens + blocks + m.window)
+        chunk = 4 * ARRAYS * min(GATHERED, share.tokens * (of_keys + of_queries))
+        return replace(
+            alone,
+            saved=0,
+            products=alone.products + gates,
+            rest=alone.rest + gates + (whole if share.sequence > 1 else 0),
+            work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize + chunk,
+        )
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        """Returns the sums over heads, as attention has them; the gather of keys and values, again for the backward unless they
+        are kept, and the sum of their gradients; and tokens that change places for another order."""
+        sent, shape, others = (
+            share.sums_over_features(c.model_dim, 3 - share.remat.products),
+            self._shape(c, share),
+            share.sequence - 1,
+        )
+        if share.order.carried or not others:  # with such an order the layer is refused when it runs
+            return sent
+        forwards, keys = 2 - share.remat.rest, shape.key + shape.value
+        sent.add(shape.axis, ALL_GATHER, forwards * keys * others, forwards * 2)
+        sent.add(shape.axis, REDUCE_SCATTER, keys * others, 2)
+        if not share.order.few_hops:
+            gates = share.tokens * shape.heads * BRANCHES * share.itemsize
+            moved = (forwards + 1) * (shape.query + keys + gates) + 2 * shape.out
+            sent.add(shape.axis, ALL_TO_ALL, moved * others // share.sequence, (forwards + 1) * (BRANCHES + 4))
+        return sent

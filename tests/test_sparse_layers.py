@@ -1,0 +1,311 @@
+"""Layers with native sparse attention: against a loop in NumPy, on every mesh and in every order, in runs and as texts; what
+they cost, and what is refused."""
+
+import dataclasses
+import functools
+import re
+
+import decoder_loop
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy_recurrence import slope
+from small_recurrences import IDS, drawn
+from small_run import TINY, losses
+from test_generation import Known, finish, prompts
+
+from ejdist import Unsupported, make_mesh
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from ejdist.experts.schemes import LOCAL
+from ejdist.experts.schemes import scheme_of as dispatch_named
+from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
+from ejdist.models import decoder, parts
+from ejdist.models.config import SparseShape
+from ejdist.models.parameters import initialise, map_declared
+from ejdist.models.remat import REMAT
+from ejdist.models.share import Share
+from ejdist.operations import bind_ops
+from ejdist.order import Order
+from ejdist.sequence import Ring
+from ejdist.training.flops import step_flops
+from ejdist.training.loop import train
+from ejdist.training.program import make_program
+from recipes.schema import compose
+
+PART = parts.PARTS["sparse_attention"]
+PLACES = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3], [*range(11), 0, 1, 2, 0, 0]])
+# Every option of plain attention that it has.
+OPTIONS = {
+    "qk_norm": True, "attention_bias": True, "attention_gate": True, "attention_output_bias": True, "attention_scale": 0.4,
+    "rotary_dim": 4, "zero_centered_norms": True,
+}  # fmt: skip
+
+
+def config(**changes):
+    """Blocks of which a query of the second row cannot see all."""
+    sizes = {"model_dim": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "ffn_dim": 12, "norm_eps": 1e-5}
+    sizes |= {"num_layers": 2, "layer_pattern": ("sparse+mlp",), "sparse": SparseShape(2, 3, 3)}
+    return decoder.DecoderConfig(**sizes | changes)
+
+
+def batch_of(ids=IDS, places=PLACES):
+    return {"segment_ids": ids.astype(np.int32), "positions": places.astype(np.int32)}
+
+
+def layer(c, batch):
+    """Returns the function (params, x) -> the result of a layer."""
+    at = parts.LayerContext(c, bind_ops(None), jax.tree.map(jnp.asarray, batch), 0, jnp.int32(0), 0, 0, {})
+    return lambda params, x: PART.apply(x, params, at)[0]
+
+
+@pytest.mark.parametrize("options", [OPTIONS, {}], ids=["options", "plain"])
+def test_a_layer_is_what_it_is_published_as(options):
+    """Its result, and its derivative along a direction of everything at once, for documents packed into rows."""
+    c, batch, rng = config(**options), batch_of(), np.random.default_rng(1)
+    params = drawn(PART, c)
+    x = rng.standard_normal((*IDS.shape, c.model_dim)).astype(np.float32)
+    weight = np.cos(np.arange(x.size)).reshape(x.shape)
+
+    @jax.jit
+    def of(params, x):
+        out, back = jax.vjp(layer(c, batch), params, x)
+        return out, back(jnp.asarray(weight, jnp.float32))
+
+    def loop(a):
+        return decoder_loop.PARTS["sparse_attention"](a["x"], {n: p for n, p in a.items() if n != "x"}, batch, c)
+
+    out, (grads, dx) = of(params, x)
+    floats = {n: np.float64(p) for n, p in params.items()} | {"x": np.float64(x)}
+    np.testing.assert_allclose(out, loop(floats), rtol=1e-5, atol=1e-5)
+    along = {n: rng.standard_normal(p.shape) for n, p in floats.items()}
+    expected = slope(lambda a: float(np.sum(weight * loop(a))), floats, along)
+    every = {**grads, "x": dx}
+    assert sum(float(np.sum(along[n] * np.float64(every[n]))) for n in along) == pytest.approx(expected, rel=2e-4)
+    assert all(np.abs(g).max() > 0 for g in every.values()), "every parameter has an effect"
+
+
+def test_packed_documents_are_as_separate_rows():
+    """Blocks are counted from the start of a document, and nothing is read across: not by padding either."""
+    c, rng = config(**OPTIONS), np.random.default_rng(2)
+    params = drawn(PART, c)
+    x = rng.standard_normal((*IDS.shape, c.model_dim)).astype(np.float32)
+    packed = np.asarray(jax.jit(layer(c, batch_of()))(params, x))
+    for row, ids in enumerate(IDS):
+        for n in {*ids.tolist()} - {-1}:
+            where = np.flatnonzero(ids == n)
+            alone = np.zeros((1, *x.shape[1:]), np.float32)
+            alone[0, : len(where)] = x[row, where]
+            one = np.where(np.arange(IDS.shape[1]) < len(where), 0, -1)[None]
+            of_one = jax.jit(layer(c, batch_of(one, np.maximum(np.arange(IDS.shape[1])[None], 0))))(params, alone)
+            np.testing.assert_allclose(packed[row, where], of_one[0, : len(where)], rtol=2e-5, atol=2e-5)
+    bias = params["sparse_output_bias"]
+    np.testing.assert_allclose(packed[IDS < 0], x[IDS < 0] + bias, rtol=1e-6)
+
+
+def test_a_layer_in_bfloat16_is_as_near_as_its_roundings():
+    c = config(compute_dtype="bfloat16")
+    declared, params = PART.declare(c), drawn(PART, c)
+    x = np.asarray(jnp.asarray(np.random.default_rng(4).standard_normal((*IDS.shape, c.model_dim)), jnp.bfloat16))
+    cast = {n: jnp.asarray(w, jnp.bfloat16) if declared[n].cast else w for n, w in params.items()}
+    out = jax.jit(layer(c, batch_of()))(cast, x)
+    # Of the same layer in float32, whose blocks are chosen by other numbers: few queries may choose another.
+    wide = jax.jit(layer(c, batch_of()))(jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), cast), np.float32(x))
+    assert out.dtype == jnp.bfloat16
+    off = np.abs(np.float64(out) - np.float64(wide)).max(-1) / np.abs(np.float64(wide) - np.float64(x)).max()
+    assert np.mean(off > 0.04) < 0.1
+
+
+# -- on a mesh, and in runs -----------------------------------------------------------------------------------------------
+
+
+def value_and_gradient(mesh=None, order="contiguous"):
+    """Returns the loss of a model of such layers on packed rows, and its gradient; on a mesh, of parameters as stored."""
+    c = config(vocab_size=16, num_layers=1, layer_pattern=("sparse+none",), **OPTIONS)
+    model, rng = c.build(), np.random.default_rng(3)
+    batch = {n: rng.integers(0, 16, IDS.shape).astype(np.int32) for n in ("tokens", "targets")} | batch_of()
+    params = initialise(model.declared, jax.random.key(0))
+    params["layers"] |= {n: jnp.asarray(x)[None] for n, x in drawn(PART, c).items()}
+    if mesh is not None:
+        order = Order(order, mesh.shape["cp"] * mesh.shape["sp"])
+        places = map_declared(lambda _, p: sharding(mesh, p.dims.split(), PARAMETERS, shape=p.shape), model.declared)
+        params = jax.device_put(params, places)
+        batch = {n: jax.device_put(order.permute(x), sharding(mesh, "BT", ACTIVATIONS)) for n, x in batch.items()}
+    ops = bind_ops(mesh, order=None if mesh is None else order)
+    return jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, ops)[0]))(params)
+
+
+@functools.cache
+def on_one_device():
+    return value_and_gradient()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [
+        ({"sp": 2, "tp": 2}, "striped"),
+        pytest.param({"sp": 2}, "contiguous", marks=pytest.mark.slow),
+        pytest.param({"sp": 4}, "contiguous", marks=pytest.mark.slow),
+        pytest.param({"sp": 4}, "zigzag", marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "sp": 2}, "zigzag", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_changes_neither_loss_nor_gradient(sizes, order):
+    mesh = make_mesh(**sizes, devices=jax.devices()[: np.prod([*sizes.values()])])
+    expected, gradient = on_one_device()
+    value, split = value_and_gradient(mesh, order)
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(other, one, atol=2e-5 * np.abs(np.asarray(one)).max())
+
+
+RUN = [
+    *TINY, "model.layer_pattern=[sparse+mlp,full+mlp]", "model.sparse.block_size=4", "model.sparse.num_blocks=3",
+    "model.sparse.window=6", "run.steps=3", "optimizer.learning_rate=1e-2",
+]  # fmt: skip
+
+
+def run(directory, corpus, *overrides):
+    train(compose([*RUN, *corpus, f"run.dir={directory}", *overrides]), log=lambda line: None)
+    return losses(directory)
+
+
+@pytest.mark.slow
+def test_losses_are_the_same_on_every_mesh_and_after_a_stop(corpus, tmp_path):
+    one = run(tmp_path / "one", corpus, "mesh.sp=1")
+    layouts = (
+        ["mesh.sp=2", "mesh.tp=2"],
+        ["mesh.sp=4", "sequence.order=zigzag"],
+        ["mesh.sp=4", "sequence.order=contiguous"],
+    )
+    for number, layout in enumerate(layouts):
+        assert run(tmp_path / f"{number}", corpus, *layout) == pytest.approx(one, abs=2e-5)
+    keep = ["checkpoint.every=1", "mesh.sp=2"]
+    run(tmp_path / "stopped", corpus, "run.stop_after=2", *keep)
+    assert run(tmp_path / "stopped", corpus, *keep) == pytest.approx(one, abs=2e-5) and one[-1] < one[0]
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_those_of_the_full_forward():
+    """Prompts in chunks and in one, of one page and of several, and texts longer than what a query selects."""
+    known = Known(layer_pattern=["sparse+mlp"], sparse=SparseShape(4, 3, 5), **OPTIONS | {"rotary_dim": 4})
+    for chunk in (8, 64):  # the second is longer than any request
+        engine = known.engine(chunk=chunk)
+        numbers = [engine.submit(ids, max_tokens=9, temperature=0) for ids in prompts([1, 30, 17, 9])]
+        results = finish(engine)
+        for number in numbers:
+            known.check(results[number])
+        assert engine.programs == 2
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_of_what_is_read():
+    """Counted query by query, of documents of several lengths: selected tokens, tokens of the window, a mean for each block."""
+    c, lengths = config(sparse=SparseShape(4, 3, 5)), (33, 20, 7)
+    ids = np.repeat([0, 1, 2], lengths)[None]
+    layers = [f for f in c.build().flops if f.pair]
+    each = 2 * 2 * c.num_heads * c.head_dim
+    pairs = sum(min(t + 1, 12) + min(t + 1, 5) + (t + 1) / 4 for n in lengths for t in range(n))
+    without = sum(f.token for f in c.build().flops) * ids.size
+    assert len(layers) == 2
+    assert step_flops(c.build().flops, ids).causal == pytest.approx(3 * (without + 2 * each * pairs))
+    # By the other convention all pairs count once, as in a layer with full attention.
+    assert step_flops(c.build().flops, ids).full == 3 * (without + 2 * each * ids.size**2)
+    assert PART.flops(c).token == 2 * c.model_dim * (c.head_dim * 12 + 3 * c.num_heads)
+
+
+def share_of(remat, order):
+    made = {"scheme": Ring(), "dispatch": dispatch_named(LOCAL)}
+    return Share(8, itemsize=4, length=8 * order.shards, remat=REMAT[remat], order=order, **made)
+
+
+@pytest.mark.parametrize(
+    ("remat", "order"),
+    [
+        ("attention", "contiguous"),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in (("full", "striped"), ("none", "zigzag"))),
+    ],
+)  # fmt: skip
+def test_what_is_sent_is_what_is_declared(remat, order):
+    """Bytes of a layer's program, forward and backward, by collective."""
+    c, order, rows = config(remat=remat), Order(order, 4), 1
+    mesh = make_mesh(sp=4, devices=jax.devices()[:4])
+    ids = np.zeros((rows, 32), np.int32)
+    batch = {"segment_ids": ids, "positions": np.arange(32, dtype=np.int32)[None]}
+    at = parts.LayerContext(c, bind_ops(mesh, order=order), batch, 0, jnp.int32(0), 0, 0, {})
+    policy = REMAT[remat].policy(PART.saves, PART.offloads, "input")
+
+    def apply(x, params):
+        return PART.apply(x, params, at)[0]
+
+    kept = apply if remat == "none" else jax.checkpoint(apply, policy=policy)
+
+    def of(x, params):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(kept(x, params))))(x)
+
+    x = jax.ShapeDtypeStruct((rows, 32, c.model_dim), jnp.float32, sharding=sharding(mesh, "BT_", ACTIVATIONS))
+    text = jax.jit(of).lower(x, drawn(PART, c)).compile().as_text()
+    assert sent_in(text) == pytest.approx(PART.traffic(c, share_of(remat, order)).bytes, rel=0.02)
+
+
+def sent_in(text):
+    """Returns (axis, collective) -> bytes that a device sends, of arrays of several numbers a token, in a program over four."""
+    sent = {}
+    for line in text.splitlines():
+        found = re.search(r"= (.*) (all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line)
+        if found is None:
+            continue
+        for shape in re.findall(r"f32\[([\d,]+)\]", found[1]):
+            size = 4 * int(np.prod([int(n) for n in shape.split(",")]))
+            kind = {"all-gather": ALL_GATHER, "reduce-scatter": REDUCE_SCATTER}.get(found[2], ALL_TO_ALL)
+            part = {ALL_GATHER: 3 / 4, REDUCE_SCATTER: 3}.get(kind, 3 / 4)
+            if found[2] == "collective-permute":  # of each rank on the average; not what it keeps
+                pairs = re.findall(r"{(\d),(\d)}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
+                part = sum(a != b for a, b in pairs) / 4
+            sent["sp", kind] = sent.get(("sp", kind), 0) + part * size
+    return sent
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("sparse", [], "model.sparse.block_size must be positive, got 0: model.layer_pattern has layers with sparse_attention"),
+        ("sparse", ["sparse.block_size=-2"], "model.sparse.block_size must be positive, got -2"),
+        ("sparse", ["sparse.block_size=4", "sparse.window=0"], "model.sparse.window must be positive, got 0"),
+        ("sparse", ["sparse.block_size=4", "sparse.num_blocks=2"], "model.sparse.num_blocks = 2 must be at least 3: a query's"),
+        ("none", ["sparse.block_size=4"], r"model.sparse is given, but no layer has sparse_attention: .* example sparse\+mlp"),
+        ("sparse", ["sparse.block_size=4", "attention_sinks=true"],
+         "model.attention_sinks = True is not for layers with sparse attention"),
+        ("sparse", ["sparse.block_size=4", "attention_soft_cap=5"],
+         "model.attention_soft_cap = 5.0 is not for layers with sparse attention"),
+        ("sparse", ["sparse.block_size=4", "num_kv_heads=3"], "model.num_heads = 4 must be a multiple of model.num_kv_heads"),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_layer_are_refused_by_their_key(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        compose([*TINY, f"model.layer_pattern=[{kind}+mlp,full]", *(f"model.{c}" for c in changes)]).model.build()
+
+
+def test_an_order_of_each_row_is_refused():
+    mesh = make_mesh(sp=2, devices=jax.devices()[:2])
+    recipe = compose([*RUN, "mesh.sp=2", "sequence.order=balanced", "model.layer_pattern=[sparse+mlp]"])
+    with pytest.raises(Unsupported, match="native_sparse_attention: its result depends on the order of the tokens"):
+        program = make_program(recipe, mesh)
+        program.step.trace(program.state, program.batch)
+
+
+def test_a_model_with_other_blocks_is_another_model():
+    """Keys of plain attention that such a layer has are among those that decide what it computes."""
+    from ejdist.weights.match import differences
+
+    c = config()
+    assert differences(c, dataclasses.replace(c, sparse=SparseShape(2, 4, 3))) == ["sparse.num_blocks"]
+    assert differences(c, dataclasses.replace(c, rope_base=5e5)) == ["rope_base"]
+    assert differences(c, dataclasses.replace(c, num_kv_heads=4)) == ["num_kv_heads"]
