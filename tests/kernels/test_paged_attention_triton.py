@@ -168,14 +168,13 @@ def test_the_lse_is_that_of_all_pieces_and_sinks(T):
     request is longer than its table, as on a rank that has its first keys."""
     a = rows_of(np.random.default_rng(6), 3, T, 160, [165, 17, 0])
     sinks = {"softmax_aux": jnp.asarray(normal(np.random.default_rng(7), N, 1), "float32")}
-    for more in ({}, sinks):
+    for more, programs in (({}, 1), (sinks, 64)):
         wanted = lse_op(**a, **more, window=(60, None), platform="xla")
-        for programs in (1, 64):
-            cfg = PagedAttentionConfig(block_k=16, parallel=programs, num_warps=4, num_stages=2)
-            with interpret():
-                got = lse_op(**a, **more, window=(60, None), platform="triton", cfg=cfg)
-            for x, y in zip(got, wanted, strict=True):
-                np.testing.assert_allclose(x, y, atol=1e-5)
+        cfg = PagedAttentionConfig(block_k=16, parallel=programs, num_warps=4, num_stages=2)
+        with interpret():
+            got = lse_op(**a, **more, window=(60, None), platform="triton", cfg=cfg)
+        for x, y in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
     cfg = PagedAttentionConfig(mixed_num_warps=12)
     with interpret(), pytest.raises(ValueError, match=r"mixed_num_warps = 12 .* returns no lse over pages; use 4 or 8"):
         lse_op(**a, platform="triton", cfg=cfg)
