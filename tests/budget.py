@@ -20,8 +20,8 @@ STRAIN = 2.5
 MORE: dict[str, tuple[float, str]] = {
     "paged_attention": (
         90,
-        "five operations: ragged, of rows, of a dense cache, the writing of a cache, and both at once; on Triton, Pallas and "
-        "Hopper's kernel for prompts",
+        "six operations: ragged, of rows, of rows with their lse, of a dense cache, the writing of a cache, and both at once, "
+        "on Triton, Pallas and Hopper's kernel for prompts",
     ),
     "flash_attention": (
         240,

@@ -5,7 +5,23 @@ from faults import Fault
 TESTS = "tests/test_spread_cache.py"
 MERGE, TEXTS = f"{TESTS} -k 'spread_pages and not nothing'", f"{TESTS} -k 'texts and attention-2'"
 
+PAGED = "tests/kernels/test_paged_attention_triton.py -k lse"
+
 FAULTS = (
+    Fault(
+        "paged triton: the lse of tiles of one piece is not written",
+        "triton_paged:paged_kernel",
+        "store($$before, $out, $log, $part, $lse, O)",
+        "store($$before, $out, None, $part, $lse, O)",
+        PAGED,
+    ),
+    Fault(
+        "paged triton: the lse of pieces is in units of log 2",
+        "paged_merge_kernel",
+        "tl.store($log + $row, $lse * LN2, mask=$real)",
+        "tl.store($log + $row, $lse, mask=$real)",
+        PAGED,
+    ),
     Fault(
         "sinks count once for each device",
         "ejdist/paged_attention:merged",

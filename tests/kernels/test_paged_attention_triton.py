@@ -19,7 +19,15 @@ import kernels
 from kernels.engines.attention import triton_paged_calls as calls
 from kernels.engines.attention.triton_paged_plan import _tiles
 from kernels.framework.interpret import interpret
-from kernels.ops.paged_attention import PagedAttentionConfig, append_and_attend_op, append_op, decode_op, op, page_op
+from kernels.ops.paged_attention import (
+    PagedAttentionConfig,
+    append_and_attend_op,
+    append_op,
+    decode_op,
+    lse_op,
+    op,
+    page_op,
+)
 from kernels.toolchains.simulate import ahead_of_time as checks
 from kernels.toolchains.triton import triton_launch
 
@@ -152,6 +160,24 @@ def test_pieces_are_merged_exactly(T):
         assert error(got, wanted) <= FLOAT32
     with interpret():
         assert np.asarray(run(cfg=cfg)).tobytes() == np.asarray(got).tobytes()
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_the_lse_is_that_of_all_pieces_and_sinks(T):
+    """Of tiles that are split and of those that are not, and -inf of queries without keys or sinks; few queries and many. One
+    request is longer than its table, as on a rank that has its first keys."""
+    a = rows_of(np.random.default_rng(6), 3, T, 160, [165, 17, 0])
+    sinks = {"softmax_aux": jnp.asarray(normal(np.random.default_rng(7), N, 1), "float32")}
+    for more, programs in (({}, 1), (sinks, 64)):
+        wanted = lse_op(**a, **more, window=(60, None), platform="xla")
+        cfg = PagedAttentionConfig(block_k=16, parallel=programs, num_warps=4, num_stages=2)
+        with interpret():
+            got = lse_op(**a, **more, window=(60, None), platform="triton", cfg=cfg)
+        for x, y in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+    cfg = PagedAttentionConfig(mixed_num_warps=12)
+    with interpret(), pytest.raises(ValueError, match=r"mixed_num_warps = 12 .* returns no lse over pages; use 4 or 8"):
+        lse_op(**a, platform="triton", cfg=cfg)
 
 
 def test_requests_are_counted_a_few_at_a_time(monkeypatch):

@@ -217,6 +217,7 @@ def paged_kernel(
     out_ptr,  # [M, N, HV]
     part_ptr,  # [pieces, K, BLOCK_M, HV] float32: outputs of the pieces of tiles that are split
     lse_ptr,  # [pieces, K, BLOCK_M] float32, in units of log 2
+    log_ptr,  # [M, N] float32, or None: the lse of tiles of one piece
     O: tl.constexpr,  # `Paged`
 ):
     if before_ptr is not None:
@@ -284,7 +285,7 @@ def paged_kernel(
                                         k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
     if v_scale_ptr is not None and O.V_SCALES[0] + O.V_SCALES[1] == 0:
         acc *= tl.load(v_scale_ptr + head * O.V_SCALES[2]).to(tl.float32)
-    store(acc, row_max, row_sum, row, rows, index, head, split, 0, out_ptr, None, part_ptr, lse_ptr, O)
+    store(acc, row_max, row_sum, row, rows, index, head, split, 0, out_ptr, log_ptr, part_ptr, lse_ptr, O)
 
 
 @triton.jit

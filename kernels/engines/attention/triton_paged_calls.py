@@ -67,12 +67,14 @@ def attend(
     programs: int,
     *,
     tall: bool = False,
+    log: bool = False,
     softmax_scale: float | None,
     logits_soft_cap: float | None,
     causal: bool,
     window: tuple[int | None, int | None] | None,
-) -> jax.Array:
-    """Returns attention [M, N, HV] of the queries [M, N, H] of requests over their keys, as the contracts of paged attention.
+) -> tuple[jax.Array, ...]:
+    """Returns attention [M, N, HV] of the queries [M, N, H] of requests over their keys, as the contracts of paged attention;
+    with `log`, for requests that all have as many queries, also its lse [M, N].
 
     Args:
       caches, scales: of keys and values [pages, C, K, width], and [#pages, #C, #K] or None; without the second cache a slot has
@@ -139,10 +141,11 @@ def attend(
         requests.starts,
         requests.tables,
     )
-    out = None
+    out, results = None, ()
+    logless: dict[str, Any] = {} if log else {"log_ptr": None}
     for o, tile in instances(base, few, many, programs, TALL - 1 if tall else M):
-        (out,) = launch(paged_kernel, o, tile, (*arrays, softmax_aux, alibi_slopes), requests, out)
-    assert out is not None
+        arguments = (*arrays, softmax_aux, alibi_slopes)
+        out, *_ = results = launch(paged_kernel, o, tile, arguments, requests, out, log=log, **logless)
     if tall:
         options = {
             "softmax_scale": softmax_scale,
@@ -150,8 +153,8 @@ def attend(
             "causal": causal,
             "window": window,
         }
-        out = attend_tall(query, (key_cache, values), softmax_aux, requests, out, **options)
-    return out
+        return (attend_tall(query, (key_cache, values), softmax_aux, requests, out, **options),)
+    return results
 
 
 def instances(base: Paged, few: Tile, many: Tile, programs: int, most_queries: int) -> list[tuple[Paged, Tile]]:

@@ -189,13 +189,14 @@ PAGES = (
 # One length is past the room of its table, as on a rank that has the first part of each request.
 LSE_MAKE = {"kv_lens": _lens(13, 19, 1, 0), "block_tables": _tables(4)}
 WITH_LSE = (
-    Case("decode", ROWS, **APART, make=LSE_MAKE, tags=SMOKE),
+    Case("decode", ROWS, **APART, make=LSE_MAKE, tags=SMOKE | {"code"}),
     Case(
         "together",
         {**ROWS, "T": 3, "sinks": 1},
         options={**OPTIONS, "causal": False},
         arrays=("softmax_aux", "alibi_slopes"),
         make={**LSE_MAKE, **INT8, "k_scale": _scale_of_slots, "v_scale": _scale},
+        tags=frozenset({"code"}),
     ),
 )
 

@@ -22,6 +22,7 @@ from kernels.ops.paged_attention.contract import (
     append_and_attend_op,
     append_op,
     decode_op,
+    lse_op,
     op,
     page_op,
 )
@@ -38,7 +39,7 @@ def _keys(call: Call) -> int:
 
 def _is_tall(call: Call) -> bool:
     """Returns whether flash attention's kernel for Hopper takes the call, or its long requests."""
-    if "block_tables" not in call.arguments:
+    if "block_tables" not in call.arguments or call.op_name == lse_op.name:
         return False
     caches, scales = (call.key_cache, call.value_cache), (call.k_scale, call.v_scale)
     each = call.query.shape[1] if call.query.ndim == 4 else None
@@ -106,10 +107,31 @@ def _attend(name, query, caches, scales, softmax_aux, alibi_slopes, requests, cf
         M, N, H = query.shape
         rows = query.reshape(-1, requests.each, N, H)
         return attend_tall(rows, caches, softmax_aux, requests, **options).reshape(M, N, -1)
-    few = Tile(16, cfg.block_k, cfg.num_warps, cfg.num_stages)
-    many = Tile(cfg.mixed_rows, cfg.mixed_block_k, warps, cfg.mixed_num_stages)
     arrays = query, caches, scales, softmax_aux, alibi_slopes, requests
-    return attend(*arrays, few, many, cfg.parallel, tall=tall, **options)
+    return attend(*arrays, *_tiles(cfg, warps), cfg.parallel, tall=tall, **options)[0]
+
+
+def _tiles(cfg: Any, warps: int) -> tuple[Tile, Tile]:
+    few = Tile(16, cfg.block_k, cfg.num_warps, cfg.num_stages)
+    return few, Tile(cfg.mixed_rows, cfg.mixed_block_k, warps, cfg.mixed_num_stages)
+
+
+def page_attention_with_lse(
+    query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
+    logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
+    if cfg.mixed_num_warps == HOPPER:
+        raise ValueError(
+            f"{lse_op.name}: argument 'cfg': mixed_num_warps = {HOPPER} selects flash attention's kernel for Hopper, which "
+            "returns no lse over pages; use 4 or 8"
+        )
+    B, T, N, H = query.shape
+    requests = Requests(int32(kv_lens), int32(block_tables), each=T)
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
+    arrays = query.reshape(B * T, N, H), (key_cache, value_cache), (k_scale, v_scale), softmax_aux, alibi_slopes
+    tiles_of_cfg = _tiles(cfg, cfg.mixed_num_warps)
+    out, lse = attend(*arrays, requests, *tiles_of_cfg, cfg.parallel, log=True, **options)
+    return out.reshape(B, T, N, -1), lse.reshape(B, T, N)
 
 
 def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale):
@@ -155,6 +177,7 @@ _TUNED: dict[str, Any] = {"heuristic": _heuristic, "candidates": _candidates, **
 paged_attention, page_attention, decode_attention = forms_of(_attend)
 op.register(paged_attention, **_TUNED)
 page_op.register(page_attention, **_TUNED)
+lse_op.register(page_attention_with_lse, **_TUNED)
 decode_op.register(decode_attention, **_TUNED)
 append_op.register(append_to_cache, **_ON)
 append_and_attend_op.register(append_and_attend_of(append_to_cache, paged_attention), **_TUNED)
