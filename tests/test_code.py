@@ -104,6 +104,8 @@ SPILLS = {
     ("flash_attention", "wide_causal_8k", 80): 64,
     # Half of the columns of the sums, logits and weights of two blocks.
     ("multi_latent_ragged_page_attention", "deepseek_v3_decode", 90): 64,
+    # Flash attention's kernel over pages: their numbers are held beside the loop over keys.
+    ("page_attention", "prefill_2k_of_8k", 90): 8,
     # Every option at once: a few registers short.
     ("flash_attention", "together", 90): 12,
     ("flash_attention", "together", 80): 20,
