@@ -18,7 +18,7 @@ from ejdist.experts import moe
 from ejdist.experts.halves import NONE, halved, joined
 from ejdist.layout import check_dims, constrain, gather
 from ejdist.models.ops import Ops
-from ejdist.order import Order
+from ejdist.order import Order, platform_of
 from ejdist.projection import project, project_all, project_mlp
 from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
@@ -27,6 +27,7 @@ from ejdist.sequence.latents import travels
 from ejdist.sequence.native_sparse import native_sparse_attention
 from ejdist.sequence.schemes import scheme_of
 from ejdist.sharded import ShardedFunction, sharded
+from kernels import Unsupported
 
 # What communicates has a file of its own, named for what it does.
 _COMMUNICATING = (
@@ -67,6 +68,16 @@ MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values(
 }
 
 
+def _in_fixed_order(function: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function whose gradients XLA adds up in any order on GPUs, and refuses to there."""
+    if (jax.default_backend() if mesh is None else platform_of(mesh)) in ("gpu", "cuda"):
+        raise Unsupported(
+            f"{native_sparse_attention.__name__}: deterministic_attention = true, but on GPUs XLA adds up its gradients of "
+            "keys in any order; platform=triton has a fixed one, or leave deterministic_attention out"
+        )
+    return function(*args, **kwargs)
+
+
 def bind_ops(
     mesh: jax.sharding.Mesh | None,
     *,
@@ -103,6 +114,10 @@ def bind_ops(
     functions["flash_mla"] = functools.partial(
         latent_attention.over_ranks(by_scheme).with_stored_weights, **latent, **where
     )
+    if deterministic_attention and platform != "triton":
+        functions[native_sparse_attention.__name__] = functools.partial(
+            _in_fixed_order, functions[native_sparse_attention.__name__], mesh
+        )
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
     functions |= {f.__name__: functools.partial(f, **where) for f in (project, project_all)}

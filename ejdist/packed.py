@@ -38,7 +38,7 @@ def check_format(what: str, name: Any) -> None:
     """Raises ValueError for a format that there is not; `what`: the key or argument. None is the dtype of the weights."""
     if name is not None and name not in FORMATS:
         raise ValueError(
-            f"{what} = {name!r} is unknown; use {', '.join(FORMATS)}, or null for the dtype of the weights"
+            f"{what} = {name!r} is unknown; use {', '.join(FORMATS)}, or null for the dtype that the model computes in"
         )
 
 
@@ -90,11 +90,11 @@ def obstacle(stack: Any, dims: Sequence[str], inputs: Sequence[str], form: str) 
         entries = _entries(entries, len(dims))
         inner = [a for i, entry in enumerate(entries) if i not in (0, sums) for a in axes_in([entry])]
         if inner:
-            return f"axis {inner[0]} splits another than the first dim of their inputs or outputs"
+            return f"mesh axis {inner[0]} splits a dim other than the first of their inputs or outputs"
         parts = 1 if place is None else math.prod(place.mesh.shape[a] for a in axes_in([entries[0]]))
         if sizes[0] % (parts * group):
             over = f" over {parts} devices" if parts > 1 else ""
-            return f"{sizes[0]} inputs{over} are no multiple of the {group} that share a scale"
+            return f"{sizes[0]} inputs{over} do not divide into groups of {group}, which share a scale"
     return None
 
 

@@ -2,7 +2,8 @@
 
 Each device has a run of every request: of the columns of the tables, cut evenly, those of device r refer to pages of device r
 alone. A device attends to the keys that it has. Counted from the first of them, every position is where it was, so that the
-kernels see an ordinary request; its queries may be past the last key. Two reductions merge the results, exactly.
+kernels see an ordinary request; its queries may be past the last key. Reductions in float32 merge the results, each of which
+is rounded to the dtype of the queries before.
 """
 
 from __future__ import annotations

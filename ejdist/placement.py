@@ -188,6 +188,12 @@ def _check_tied(
     first, second = dims
     a, b = split(first), split(second)
     if sizes[second] == 1:  # read by every one of the first, so whole on every device
+        if a and op.together:
+            raise ValueError(
+                f"{op.name}: dim {first} = {sizes[first]} of {holders[first][0]} is split over {', '.join(a)}, but all of it "
+                f"decides together, since {' and '.join(holders[second])} have {second} = 1: leave {first} whole (mesh.tp=1), "
+                f"or use a model with as many of {second} as divide over that axis"
+            )
         alone = [n for n, o in zip(op.outputs, op.output_dims) if {first, second} & {d.name for d in o} == {second}]
         if a and alone:
             parts = math.prod(mesh.shape[x] for x in a)
@@ -209,10 +215,11 @@ def _check_tied(
             f"that a divisor of {sizes[first]}"
         )
     if sizes[second] % parts:
+        times = math.lcm(sizes[second], parts) // sizes[second]
+        repeated = f", or repeat that dim of {' and '.join(holders[second])} {times} times (jnp.repeat)"
         raise ValueError(
             f"{op.name}: argument {holders[second][0]} has {second} = {sizes[second]}, which cannot be divided over {over}: "
-            f"make that a divisor of {second}, or repeat that dim of {' and '.join(holders[second])} "
-            f"{math.lcm(sizes[second], parts) // sizes[second]} times (jnp.repeat)"
+            f"make that a divisor of {second}{'' if op.together else repeated}"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from launch.answers import Answers, digest_of
 from launch.errors import DONE, WRONG, run_command
 from launch.evaluation_recipe import FOLDER
-from launch.loaded import load, recipe_for, tokenizer_of
+from launch.loaded import check_options, load, recipe_for, tokenizer_of
 from launch.options import check_spelling, file_of
 from launch.prompts import CONVERSATIONS, Prompt, encoder, read_prompts, template_of
 from launch.ruler import context_of
@@ -51,10 +51,10 @@ keys:
   slots=16             most answers in progress at once
   length=N             most tokens of a prompt and its answer; default: what the longest prompt needs
   chunk=128            tokens of a prompt that a step takes
-  cache=whole          what a device keeps: whole, of every token; spread, of a part of each answer's tokens, over mesh.sp and
-                       mesh.cp, whose n devices then hold prompts n times as long
-  weights=null         int8, int4, nf4, mxfp4 or mxfp8: the matrices of layers are packed so when they are loaded, and it is
-                       told which are not; null: as the model computes
+  cache=whole          keys and values on each device. whole: those of all tokens; spread: those of its share of each request,
+                       split over mesh.sp and mesh.cp, so that n devices hold requests n times as long
+  weights=null         int8, int4, nf4, mxfp4 or mxfp8: pack the layers' matrices in this format after loading (the log names
+                       those that are not packed); null: keep the dtype that the model computes in
   to=FILE.jsonl        the answers
 """
 _DEFAULTS: dict[str, Any] = {
@@ -214,6 +214,7 @@ def generate(
 
     weights = open_weights(where, args.step)
     recipe = recipe_for(where, args.step, words, weights)
+    check_options(recipe, args.cache, args.weights)
     tokenizer = tokenizer_of(where, recipe, weights)
     template = template_of(args.chat, CONVERSATIONS, recipe, is_run=FOLDER not in words)
     asked, encode = read_prompts(args.prompt, args.prompts), encoder(tokenizer, template)
@@ -271,7 +272,7 @@ def generate(
     for line in [] if engine.packing is None else engine.packing.lines(engine.weight_bytes):
         log(line)
     log(f"{weights.what}: {len(ids)} prompt{'s' * (len(ids) > 1)}{chat}")
-    log(f"the cache, {args.cache}, takes {engine.cache_bytes / 2**30:.3f} GiB of each device")
+    log(f"the cache (cache={args.cache}) takes {engine.cache_bytes / 2**30:.3f} GiB on each device")
     context = context_of(weights, where, recipe.model)
     if context is not None and engine.length > context:
         log(

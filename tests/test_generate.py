@@ -15,7 +15,9 @@ from ejdist.training.data.tokenizer import ByteTokenizer
 from launch.answers import Answers, digest_of
 from launch.errors import DONE, WRONG
 from launch.generate import main, parse
+from launch.loaded import check_options
 from launch.prompts import Prompt, encoder, read_prompts
+from recipes.schema import compose
 
 
 def test_keys_are_read():
@@ -52,6 +54,19 @@ def test_keys_are_read():
 def test_wrong_keys_are_one_sentence(words, message):
     with pytest.raises(ValueError, match=message):
         parse(words)
+
+
+def test_a_cache_that_nothing_splits_and_packed_adapters_are_refused_before_anything_is_loaded():
+    check_options(compose(["mesh.sp=2"]), "spread", "int8")
+    check_options(compose(["mesh=single", "lora.rank=4"]), "whole", None)
+    with pytest.raises(
+        ValueError, match=r"cache = spread needs several devices along mesh\.sp or mesh\.cp: give mesh\.sp=N"
+    ):
+        check_options(compose(["mesh=single"]), "spread", None)
+    with pytest.raises(
+        ValueError, match=r"weights = int4 packs .*adapters: merge them first \(python -m launch\.export"
+    ):
+        check_options(compose(["lora.rank=4"]), "whole", "int4")
 
 
 def test_prompts_of_a_file(tmp_path, monkeypatch):
@@ -145,7 +160,7 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     assert text.endswith("\n") and "1 prompt" in told and "tokens: the first after" in told and "warning" not in told
     assert main([*how, "prompt=def ", "mesh.sp=2", "cache=spread"]) == DONE
     spread, told = capfd.readouterr()
-    assert spread == text and "the cache, spread, takes 0.0" in told
+    assert spread == text and "the cache (cache=spread) takes 0.0" in told
     assert main([*how, "prompt=def ", "length=4000"]) == DONE
     told = capfd.readouterr().err
     assert "warning: up to 4,000 tokens" in told and "are more than the model's context of" in told

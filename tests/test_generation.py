@@ -70,7 +70,7 @@ KINDS = {
     "sparse": {
         "num_layers": 2,
         "layer_pattern": ["sparse+mlp", "full+mlp"],
-        "sparse": SparseShape(4, 3, 5),
+        "sparse": SparseShape(4, 5, 5),
         "qk_norm": True,
     },
     "kda": {"layer_pattern": ["kda+mlp"], "kda": KdaShape(num_heads=4, key_dim=8, value_dim=8, rank=4, gate_bias=True)},

@@ -268,7 +268,9 @@ def losses(request):
         split = index is not None
         program = programs[split]
         placed = place_batch(
-            permuted(batch, program, Attended(np.zeros(0), index, 0.0, np.zeros(0), np.zeros(0))), program, np.arange(2)
+            permuted(batch, program, Attended(np.zeros(0), np.zeros(0), index, 0.0, np.zeros(0), np.zeros(0))),
+            program,
+            np.arange(2),
         )
         found = np.asarray(run[split](state[split].params, placed))
         return program.order.inverse(found, index=index) if split else found
@@ -406,6 +408,7 @@ def test_what_attends_for_a_run_of_the_text_asks_for_no_order():
     text, other = Flops(1, pair=5, of_text=True), Flops(1, pair=2)
     for parts, name in (([text], "contiguous"), ([text, other], "zigzag")):
         choice = choose(recipe, mesh, parts, ids)
+        assert ("no layer's attention follows the order" in choice.describe()) == (name == "contiguous")
         assert choice.order.name == name and choice.flops == sum(part.pair for part in parts) * 4096 * 4097 / 2
 
 

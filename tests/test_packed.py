@@ -59,7 +59,7 @@ PACKED = {
     "mixture": {**ATTENTION, "shared_gate": 1, "shared_up": 1, "shared_down": 1},
     "hybrid": {**ATTENTION, **MLP, "gated_delta_in": 1, "gated_delta_gate": 1, "gated_delta_output": 2},
 }
-SEVERAL, FEW = "multiplied several at once, for which nothing is packed", "fewer than 128 inputs or outputs"
+SEVERAL, FEW = "multiplied as a batch of matrices, which has no packed form", "fewer than 128 inputs or outputs"
 STAYS = {
     "dense": {},
     "latent": {SEVERAL: ["key_up", "value_up"], FEW: ["latent_down"]},
@@ -204,8 +204,13 @@ def test_log_probabilities_move_by_the_steps_of_the_formats():
 @pytest.mark.parametrize(
     ("width", "form", "axes", "stays"),
     [
-        (160, "int4", {}, {"160 inputs are no multiple of the 64 that share a scale": ["down"]}),
-        (192, "nf4", {"tp": 2}, {"192 inputs over 2 devices are no multiple of the 64 that share a scale": ["down"]}),
+        (160, "int4", {}, {"160 inputs do not divide into groups of 64, which share a scale": ["down"]}),
+        (
+            192,
+            "nf4",
+            {"tp": 2},
+            {"192 inputs over 2 devices do not divide into groups of 64, which share a scale": ["down"]},
+        ),
         (192, "mxfp4", {"tp": 2}, {}),
     ],
     ids=str,

@@ -15,7 +15,8 @@ from small_recurrences import IDS, drawn
 from small_run import TINY, losses
 from test_generation import Known, finish, prompts
 
-from ejdist import Unsupported, make_mesh
+import ejdist
+from ejdist import Unsupported, make_mesh, operations
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from ejdist.experts.schemes import LOCAL
 from ejdist.experts.schemes import scheme_of as dispatch_named
@@ -28,6 +29,7 @@ from ejdist.models.share import Share
 from ejdist.operations import bind_ops
 from ejdist.order import Order
 from ejdist.sequence import Ring
+from ejdist.training.attended import Attended
 from ejdist.training.flops import step_flops
 from ejdist.training.loop import train
 from ejdist.training.program import make_program
@@ -43,9 +45,9 @@ OPTIONS = {
 
 
 def config(**changes):
-    """Blocks of which a query of the second row cannot see all."""
+    """Blocks of which a query of the second row cannot see all: beside those that it always sees it chooses one."""
     sizes = {"model_dim": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "ffn_dim": 12, "norm_eps": 1e-5}
-    sizes |= {"num_layers": 2, "layer_pattern": ("sparse+mlp",), "sparse": SparseShape(2, 3, 3)}
+    sizes |= {"num_layers": 2, "layer_pattern": ("sparse+mlp",), "sparse": SparseShape(2, 4, 3)}
     return decoder.DecoderConfig(**sizes | changes)
 
 
@@ -119,9 +121,9 @@ def test_a_layer_in_bfloat16_is_as_near_as_its_roundings():
 # -- on a mesh, and in runs -----------------------------------------------------------------------------------------------
 
 
-def value_and_gradient(mesh=None, order="contiguous"):
+def value_and_gradient(mesh=None, order="contiguous", **changes):
     """Returns the loss of a model of such layers on packed rows, and its gradient; on a mesh, of parameters as stored."""
-    c = config(vocab_size=16, num_layers=1, layer_pattern=("sparse+none",), **OPTIONS)
+    c = config(vocab_size=16, num_layers=1, layer_pattern=("sparse+none",), **OPTIONS, **changes)
     model, rng = c.build(), np.random.default_rng(3)
     batch = {n: rng.integers(0, 16, IDS.shape).astype(np.int32) for n in ("tokens", "targets")} | batch_of()
     params = initialise(model.declared, jax.random.key(0))
@@ -159,8 +161,18 @@ def test_a_mesh_changes_neither_loss_nor_gradient(sizes, order):
         np.testing.assert_allclose(other, one, atol=2e-5 * np.abs(np.asarray(one)).max())
 
 
+def test_the_heads_of_one_key_head_are_not_split():
+    """They choose blocks together, and each device would choose by its own."""
+    mesh = make_mesh(tp=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"dim N = 4 of 'query' is split over tp, but all of it decides together"):
+        value_and_gradient(mesh, num_kv_heads=1)
+    heads = {n: jnp.ones((1, 8, heads, 4)) for n, heads in (("query", 4), ("key", 2), ("value", 2))}
+    with pytest.raises(ValueError, match=r"K = 2, which cannot be divided over tp=4: make that a divisor of K$"):
+        ejdist.native_sparse_attention(**heads, block_size=4, mesh=make_mesh(tp=4, devices=jax.devices()[:4]))
+
+
 RUN = [
-    *TINY, "model.layer_pattern=[sparse+mlp,full+mlp]", "model.sparse.block_size=4", "model.sparse.num_blocks=3",
+    *TINY, "model.layer_pattern=[sparse+mlp,full+mlp]", "model.sparse.block_size=4", "model.sparse.num_blocks=5",
     "model.sparse.window=6", "run.steps=3", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 
@@ -185,12 +197,35 @@ def test_losses_are_the_same_on_every_mesh_and_after_a_stop(corpus, tmp_path):
     assert run(tmp_path / "stopped", corpus, *keep) == pytest.approx(one, abs=2e-5) and one[-1] < one[0]
 
 
+def test_how_even_the_ranks_are_is_of_runs_of_the_text():
+    """Whatever the order: tokens change places before they attend."""
+    even = {}
+    for order in ("contiguous", "zigzag"):
+        recipe = compose([*RUN, "mesh.sp=4", f"sequence.order={order}", "model.layer_pattern=[sparse+mlp]"])
+        program = make_program(recipe, make_mesh(**vars(recipe.mesh)))
+        ids = np.zeros((recipe.data.global_batch, recipe.data.sequence_length), np.int32)
+        even[order] = Attended.of(program, ids).evenness(program, recipe)["imbalance_sp"]
+    assert even["zigzag"] == even["contiguous"] > 1.02
+
+
+def test_gradients_in_any_order_are_refused_where_steps_repeat_their_bits(monkeypatch):
+    heads = {n: jnp.ones((1, 8, heads, 4)) for n, heads in (("query", 4), ("key", 2), ("value", 2))}
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(operations, "platform_of", lambda mesh, platform=platform: platform)
+        attend = bind_ops(make_mesh(devices=jax.devices()[:1]), deterministic_attention=True).native_sparse_attention
+        if platform == "cpu":
+            assert attend(**heads, block_size=4).shape == (1, 8, 4, 4)
+        else:
+            with pytest.raises(Unsupported, match="deterministic_attention = true, but on GPUs"):
+                attend(**heads, block_size=4)
+
+
 # -- texts -----------------------------------------------------------------------------------------------------------------
 
 
 def test_texts_are_those_of_the_full_forward():
     """Prompts in chunks and in one, of one page and of several, and texts longer than what a query selects."""
-    known = Known(layer_pattern=["sparse+mlp"], sparse=SparseShape(4, 3, 5), **OPTIONS | {"rotary_dim": 4})
+    known = Known(layer_pattern=["sparse+mlp"], sparse=SparseShape(4, 5, 5), **OPTIONS | {"rotary_dim": 4})
     for chunk in (8, 64):  # the second is longer than any request
         engine = known.engine(chunk=chunk)
         numbers = [engine.submit(ids, max_tokens=9, temperature=0) for ids in prompts([1, 30, 17, 9])]
@@ -282,9 +317,9 @@ def sent_in(text):
         ("sparse", ["sparse.block_size=4", "sparse.num_blocks=2"], "model.sparse.num_blocks = 2 must be at least 3: a query's"),
         ("none", ["sparse.block_size=4"], r"model.sparse is given, but no layer has sparse_attention: .* example sparse\+mlp"),
         ("sparse", ["sparse.block_size=4", "attention_sinks=true"],
-         "model.attention_sinks = True is not for layers with sparse attention"),
+         "model.attention_sinks = True is not supported by layers with sparse attention"),
         ("sparse", ["sparse.block_size=4", "attention_soft_cap=5"],
-         "model.attention_soft_cap = 5.0 is not for layers with sparse attention"),
+         "model.attention_soft_cap = 5.0 is not supported by layers with sparse attention"),
         ("sparse", ["sparse.block_size=4", "num_kv_heads=3"], "model.num_heads = 4 must be a multiple of model.num_kv_heads"),
     ],
 )  # fmt: skip
@@ -306,6 +341,6 @@ def test_a_model_with_other_blocks_is_another_model():
     from ejdist.weights.match import differences
 
     c = config()
-    assert differences(c, dataclasses.replace(c, sparse=SparseShape(2, 4, 3))) == ["sparse.num_blocks"]
+    assert differences(c, dataclasses.replace(c, sparse=SparseShape(2, 3, 3))) == ["sparse.num_blocks"]
     assert differences(c, dataclasses.replace(c, rope_base=5e5)) == ["rope_base"]
     assert differences(c, dataclasses.replace(c, num_kv_heads=4)) == ["num_kv_heads"]

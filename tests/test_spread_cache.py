@@ -8,7 +8,7 @@ from test_generation import KINDS, LENGTH, SIZES, Known, check_that_steps_copy_n
 import ejdist
 import kernels
 from ejdist.generation import Engine
-from ejdist.generation.pages import Pages
+from ejdist.generation.pages import Pages, check_count
 from ejdist.layout import set_layout
 from ejdist.mesh import make_mesh
 from ejdist.models.decoder import DecoderConfig
@@ -101,6 +101,13 @@ def test_a_cache_that_cannot_be_spread_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, None, mesh=make_mesh(**sizes), cache=cache)
+    states = DecoderConfig(**SIZES | KINDS["mamba2"]).build()
+    with pytest.raises(ValueError, match="no layer of this model keeps them: use 'whole'"):
+        Engine(states, None, mesh=make_mesh(sp=2), cache="spread")
+    kept = {"attention": (64, model.cached.declared["attention"][1])}
+    check_count(kept, 2**20, 16)
+    with pytest.raises(ValueError, match="64 layers with 2,097,152 pages of 16 tokens are 2,147,483,648 entries, more"):
+        check_count(kept, 2**21, 16)
     query, *caches, lens, tables = call(2, 1)
     with set_layout(pages="sp"), pytest.raises(ValueError, match=r"'block_tables' has 7 columns.*multiple of 2"):
         ejdist.page_attention(query, *caches, lens % 28, tables[:, 1:], mesh=make_mesh(sp=2))

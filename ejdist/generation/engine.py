@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.generation.pages import Pages, bytes_on_device, ranks_of
+from ejdist.generation.pages import Pages, bytes_on_device, check_count, ranks_of
 from ejdist.generation.requests import Request, Result, Token, ids_of, stops_of
 from ejdist.generation.sampling import Choices, Sampling, sample
 from ejdist.generation.served import Rows, Step, positions_of
@@ -117,7 +117,8 @@ class Engine:
         whole = table.pop("replicated", ())
         sequence = {*table.pop("T", ()), *table.pop("S", ())}
         table["B"] = (*table.get("B", ()), *(a for a in sorted(sequence) if a not in table.get("B", ())))
-        ranks = ranks_of(cache, layout.activations.get("T", ()), mesh)
+        kept = [k for _, of in self._cached.declared.values() for k in of.values()]
+        ranks = ranks_of(cache, layout.activations.get("T", ()), mesh, any(k.per_token for k in kept))
         if ranks > 1:
             table["pages"] = layout.activations["T"]
         self._layout = partial(set_layout, parameters=layout.parameters, replicated=whole, **table)
@@ -127,9 +128,8 @@ class Engine:
         each = -(-(self.slots * ranks * -(-longest // ranks) if pages is None else pages) // ranks)
         run = min(-(-longest // ranks), each)  # the pages of a request on a rank
         self._ranks, self._longest = ranks, ranks * run
-        declared = self._cached.declared
-        shares = all(k.per_token for _, kept in declared.values() for k in kept.values())
-        self._pages = Pages(ranks * each, page, shares, ranks, run)
+        check_count(self._cached.declared, ranks * each, page)
+        self._pages = Pages(ranks * each, page, all(k.per_token for k in kept), ranks, run)
         self._ends, self._decode = frozenset(ends), decode
         self._ops = bind_ops(mesh, platform=platform, experts=experts)
         self._waiting: deque[Request] = deque()
@@ -137,9 +137,8 @@ class Engine:
         self._free = list(range(self.slots))[::-1]
         self._tables = np.zeros((self.slots, self._longest), np.int32)  # the pages of the request in each slot
         self._sent: jax.Array | None = None  # the same on the devices; None where it has changed
-        self._started: list[
-            tuple[list[Request | None], jax.Array, jax.Array]
-        ] = []  # steps whose tokens are not read yet
+        # Steps whose tokens are not read yet.
+        self._started: list[tuple[list[Request | None], jax.Array, jax.Array]] = []
         self._finished: dict[int, Result] = {}
         self._next = 0
         self._compile(mesh)
@@ -218,7 +217,8 @@ class Engine:
 
     def _taken(self, params: Any, buffers: Any, donate: bool) -> Any:
         if self._form is not None:
-            self.packing = self._cached.packing(params, buffers, self._form)
+            with self._layout():
+                self.packing = self._cached.packing(params, buffers, self._form)
         return self._cached.apart(params, buffers, donate=donate, packing=self.packing)
 
     @property

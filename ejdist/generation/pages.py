@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from ejdist.models.kept import Kept
 
 
 class Pages:
@@ -114,11 +116,11 @@ class Pages:
         del self._known[self._digests.pop(page)]
 
 
-def ranks_of(cache: str, axes: Sequence[str], mesh: jax.sharding.Mesh | None) -> int:
+def ranks_of(cache: str, axes: Sequence[str], mesh: jax.sharding.Mesh | None, paged: bool) -> int:
     """Returns over how many ranks the pages of a request are spread.
 
     Args:
-      cache: "whole" or "spread". axes: that split a sequence in training.
+      cache: "whole" or "spread". axes: that split a sequence in training. paged: whether any layer keeps pages.
 
     Raises:
       ValueError: of argument `cache` of an engine.
@@ -133,7 +135,25 @@ def ranks_of(cache: str, axes: Sequence[str], mesh: jax.sharding.Mesh | None) ->
             "Engine: argument 'cache' = 'spread' needs a mesh with several devices along an axis that splits a sequence in "
             "training (sp or cp): give one, or use 'whole'"
         )
+    if not paged:
+        raise ValueError(
+            "Engine: argument 'cache' = 'spread' spreads keys and values, and no layer of this model keeps them: use 'whole'"
+        )
     return ranks
+
+
+def check_count(declared: Mapping[str, tuple[int, Mapping[str, Kept]]], count: int, page: int) -> None:
+    """Raises ValueError if int32 cannot count the entries of the pages of all layers of a kind.
+
+    Args:
+      declared: of a kind of layer, how many there are and what they keep. count: of pages. page: entries of one.
+    """
+    for layers, kept in declared.values():
+        if any(k.per_token for k in kept.values()) and layers * count * page >= 2**31:
+            raise ValueError(
+                f"Engine: {layers} layers with {count:,} pages of {page} tokens are {layers * count * page:,} entries, more "
+                "than int32 counts: use fewer 'slots', a smaller 'length', or fewer 'pages'"
+            )
 
 
 def bytes_on_device(arrays: Any, places: Any) -> int:

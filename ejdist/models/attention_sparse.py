@@ -45,7 +45,7 @@ class SparseAttention(Attention):
         for name in ("attention_sinks", "attention_soft_cap"):
             if getattr(c, name) != getattr(DecoderShape, name):
                 raise ValueError(
-                    f"model.{name} = {getattr(c, name)} is not for layers with sparse attention, whose softmaxes are plain: "
+                    f"model.{name} = {getattr(c, name)} is not supported by layers with sparse attention: "
                     "leave it out, or take these layers out of model.layer_pattern"
                 )
 

@@ -50,14 +50,15 @@ def packing_of(params: Mapping[str, Any], c: DecoderShape, form: str) -> Packing
     if any(isinstance(x, Frozen) for x in layers.values()):
         raise ValueError(
             f"weights = {form!r} packs matrices as they are stored, and those of this model have adapters or are frozen in "
-            "another dtype: export it first (python -m launch.export), or leave weights out"
+            "another dtype: merge them first (python -m launch.export, for families of checkpoints that it writes), or leave "
+            "weights out"
         )
     for part in parts_of(c).values():
         may = part.packs(c)
         for name, p in part.declare(c).items():
             if not p.inputs:
                 continue
-            why = "multiplied several at once, for which nothing is packed"
+            why = "multiplied as a batch of matrices, which has no packed form"
             if name in may:
                 why = obstacle(layers[name], p.dims.split(), p.inputs.split(), form)
             (packed if why is None else stays.setdefault(why, {}))[name] = layers[name].nbytes

@@ -37,6 +37,7 @@ class Attended:
 
     Attributes:
       seen: float64 [rows, T], of each token, in the order of the text.
+      in_runs: the same, of the layers alone whose ranks attend for a run of the text, whatever the order (`Flops.of_text`).
       index: int32 [rows, T], which token of the text lies at each place, if each row has an order of its own; else None.
       padding: the share of tokens that are padding.
       needed: bool [rows, ranks], at which hops of a ring some rank needs a key of another, by the documents.
@@ -44,6 +45,7 @@ class Attended:
     """
 
     seen: np.ndarray
+    in_runs: np.ndarray
     index: np.ndarray | None
     padding: float
     needed: np.ndarray
@@ -53,11 +55,12 @@ class Attended:
     def of(cls, program: Program, segment_ids: np.ndarray) -> Attended:
         """Returns the attention of rows with these segment ids, int [rows, T], of the batches of a program."""
         seen = keys_seen(program.model.flops, segment_ids)
+        in_runs = keys_seen((part for part in program.model.flops if part.of_text), segment_ids)
         index = program.order.text_indices(seen) if program.order.carried else None
         at = np.arange(segment_ids.shape[1])
         first = np.where(segment_ids >= 0, at - places(segment_ids), at)
         needed, chunks = (of(program.order, first, index) for of in (needed_of_rows, chunks_of_rows))
-        return cls(seen, index, float(np.mean(segment_ids < 0)), needed, chunks)
+        return cls(seen, in_runs, index, float(np.mean(segment_ids < 0)), needed, chunks)
 
     def evenness(self, program: Program, s: TrainSections) -> dict[str, float]:
         """Returns the metrics of a step. All rows of some groups of devices that share the batch, one after another.
@@ -70,7 +73,7 @@ class Attended:
         """
         sizes, n, rows = program.mesh.shape, program.order.shards, len(self.seen)
         per_group = s.data.global_batch // program.groups
-        placed = program.order.permute(self.seen, index=self.index)
+        placed = program.order.permute(self.seen - self.in_runs, index=self.index) + self.in_runs
         over = tuple((axis, size) for axis in SEQUENCE_AXES if (size := sizes.get(axis, 1)) > 1)
         waiting = s.sequence.made().uneven(program.order, over).shards if over else 1
         # Of each group, of each microbatch, of each rank that waits; rows of a microbatch are as far apart as there are some.

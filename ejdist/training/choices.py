@@ -104,7 +104,7 @@ def _seconds(s: TrainSections, mesh: Any, order: Choice, share: Share, kind: str
     flops = (
         order.flops * (3.5 + (not share.remat.asked)) * s.data.global_batch / groups / share.sequence / share.features
     )
-    work = flops * order.uneven[order.order.name] / (attention_share(s.model.head_dim) * peak)
+    work = flops * order.uneven.get(order.order.name, 1.0) / (attention_share(s.model.head_dim) * peak)
     alone = functools.partial(alone_seconds, sizes=mesh.shape, links=links_of(kind))
     waits = waited(s.model, share, work, alone, s.accumulation)
     return work + waits + put_together(s.model, share, memory_rate(kind), s.accumulation)

@@ -23,7 +23,8 @@ ALIKE = 0.05
 
 @dataclass(frozen=True)
 class Choice:
-    """An order, and how even each of those that divide the rows would be: the pairs of the busiest rank over the mean.
+    """An order, and how even each of those that divide the rows would be: the pairs of the busiest rank over the mean; of none
+    where no layer's attention follows the order.
 
     flops: of attention in a row, forward, the mean. orders: those that divide the rows.
     """
@@ -40,6 +41,8 @@ class Choice:
         o = self.order
         stripes = f", {o.stripe} tokens at a time (sequence.stripe)" if o.name in STRIPES else ""
         each = ", ".join(f"{name} {value:.2f}" for name, value in self.uneven.items())
+        if not each:
+            return f"sequence.order = {AUTO} is {o.name}{stripes}: no layer's attention follows the order of tokens"
         return (
             f"sequence.order = {AUTO} is {o.name}{stripes}: pairs of the busiest of {o.shards} ranks over the mean, in "
             f"{self.rows} row{'s' if self.rows > 1 else ''} with {self.documents:.1f} documents each: {each}; "
@@ -65,8 +68,11 @@ def choose(s: TrainSections, mesh: Any, parts: Sequence[Flops], segment_ids: np.
         orders[:] = [order_for(AUTO, ranks, length)]
         orders[0].check(length)
     following = keys_seen([part for part in parts if not part.of_text], segment_ids)
-    uneven = {o.name: busiest(scheme.uneven(o, over).of_ranks(following)) for o in orders}
-    best = min(uneven.values())
-    chosen = next(o for o in orders if uneven[o.name] <= best * (1 + ALIKE))
+    if following.any():
+        uneven = {o.name: busiest(scheme.uneven(o, over).of_ranks(following)) for o in orders}
+        best = min(uneven.values())
+        chosen = next(o for o in orders if uneven[o.name] <= best * (1 + ALIKE))
+    else:
+        uneven, chosen = {}, orders[0]
     documents = float(np.mean([len(np.unique(row[row >= 0])) for row in segment_ids]))
     return Choice(chosen, uneven, documents, len(segment_ids), float(seen.sum(1).mean()), orders)

@@ -75,6 +75,7 @@ class Operation(Protocol):
     local_dims: frozenset[str]
     sum_dims: frozenset[str]
     tied_dims: tuple[tuple[str, str], ...]
+    together: bool
     see_also: dict[str, str]
     offset_of: dict[str, str]
     ordered: bool | Callable[[Call], bool] | None

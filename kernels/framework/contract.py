@@ -54,6 +54,8 @@ class Op:
       local_dims: dims that can be split over devices without communication.
       sum_dims: dims that every output is a sum over: if split, each device computes a partial sum.
       tied_dims: pairs of dims that must be split alike, such as (query heads, key heads); the second may be 1.
+      together: whether those of the first that one of the second serves decide something together, as query heads that choose
+        blocks of keys; then the first cannot be split where the second is 1.
       see_also: dim -> the function of `ejdist` that supports splitting it, because it communicates.
       offset_of: integer argument -> dim: the argument is relative to a device's first entry of that dim.
       ordered: whether the order of tokens along T or S matters, as in a recurrence; or a function of the call. Required
@@ -87,6 +89,7 @@ class Op:
         local_dims: Iterable[str] = (),
         sum_dims: Iterable[str] = (),
         tied_dims: tuple[tuple[str, str], ...] = (),
+        together: bool = False,
         see_also: Mapping[str, str] | None = None,
         offset_of: Mapping[str, str] | None = None,
         ordered: bool | Callable[[Call], bool] | None = None,
@@ -110,6 +113,7 @@ class Op:
         self.function = of_contract(self, function)
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
         self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
+        self.together = together
         self.see_also, self.offset_of, self.weights = dict(see_also or {}), dict(offset_of or {}), weights
         self.same_dtype, self.priority, self.autotune_key, self.ordered = same_dtype, priority, autotune_key, ordered
         self.backward_inputs, self.config, self.cases, self.work = backward_inputs, config, cases, work

@@ -107,6 +107,27 @@ FAULTS = (
         TEXTS,
     ),
     Fault(
+        "beside the blocks that it always sees a query chooses none",
+        "SparseAttention.attended",
+        "$m, $ops = $ctx.config.sparse, $ctx.ops",
+        "$m, $ops = replace($ctx.config.sparse, num_blocks=3), $ctx.ops",
+        NUMBERS,
+    ),
+    Fault(
+        "each device chooses by its own heads of a key head",
+        "_check_tied",
+        "$a and $op.together",
+        "False",
+        f"{TESTS} -k one_key_head",
+    ),
+    Fault(
+        "ranks that attend for runs of the text are as even as the order",
+        "Attended.evenness",
+        "$program.order.permute(self.seen - self.in_runs, index=self.index) + self.in_runs",
+        "$program.order.permute(self.seen, index=self.index)",
+        f"{TESTS} -k how_even",
+    ),
+    Fault(
         "what attends for a run of the text asks for an order",
         "orders:choose",
         "[$part for $part in $parts if not $part.of_text]",

@@ -199,6 +199,7 @@ op = Op(
     # read.
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
+    together=True,  # the query heads of a key head choose blocks by the mean of their weights
     see_also={"T": _HERE, "S": _HERE},
     ordered=True,  # adjacent tokens form a block
     same_dtype=("query", "key", "value"),
