@@ -25,8 +25,9 @@ def check_options(recipe: Any, cache: str, packed: str | None) -> None:
     Args:
       cache, packed: the keys `cache` and `weights`.
     """
-    sizes = recipe.mesh.sizes
-    if cache == "spread" and sizes["sp"] * sizes["cp"] == 1:
+    from ejdist.mesh import SEQUENCE_AXES
+
+    if cache == "spread" and all(recipe.mesh.sizes[axis] == 1 for axis in SEQUENCE_AXES):
         raise ValueError(
             "cache = spread needs several devices along mesh.sp or mesh.cp: give mesh.sp=N, or leave cache out"
         )

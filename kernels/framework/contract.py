@@ -54,8 +54,7 @@ class Op:
       local_dims: dims that can be split over devices without communication.
       sum_dims: dims that every output is a sum over: if split, each device computes a partial sum.
       tied_dims: pairs of dims that must be split alike, such as (query heads, key heads); the second may be 1.
-      together: whether those of the first that one of the second serves decide something together, as query heads that choose
-        blocks of keys; then the first cannot be split where the second is 1.
+      together: whether those of the first that one of the second serves decide together: no split where the second is 1.
       see_also: dim -> the function of `ejdist` that supports splitting it, because it communicates.
       offset_of: integer argument -> dim: the argument is relative to a device's first entry of that dim.
       ordered: whether the order of tokens along T or S matters, as in a recurrence; or a function of the call. Required
@@ -105,15 +104,12 @@ class Op:
     ):
         self.name, self.outputs, self.residuals = function.__name__, outputs, residuals
         self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))
-        self.extra_residuals, self.padding, self.saved_dims = (
-            extra_residuals,
-            padding,
-            saved_dims(outputs, self.output_dims),
-        )
+        self.extra_residuals, self.padding = extra_residuals, padding
+        self.saved_dims = saved_dims(outputs, self.output_dims)
         self.function = of_contract(self, function)
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
-        self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
-        self.together = together
+        self.local_dims, self.sum_dims = frozenset(local_dims), frozenset(sum_dims)
+        self.tied_dims, self.together = tied_dims, together
         self.see_also, self.offset_of, self.weights = dict(see_also or {}), dict(offset_of or {}), weights
         self.same_dtype, self.priority, self.autotune_key, self.ordered = same_dtype, priority, autotune_key, ordered
         self.backward_inputs, self.config, self.cases, self.work = backward_inputs, config, cases, work
