@@ -103,13 +103,12 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
     "nemotron_h_32k_h200": ((8, "h200"), f"{_NEMOTRON} data.global_batch=8 mesh.fsdp=8"),
     "deepseek_v3_8k_h200": (
         (256, "h200"),
-        f"{_DEEPSEEK} data.sequence_length=8192 data.global_batch=1024 mesh.ep=8 mesh.fsdp=32 mesh.sp=1 accumulation=4 "
+        f"{_DEEPSEEK} data.sequence_length=8192 data.global_batch=1024 mesh.ep=2 mesh.fsdp=128 mesh.sp=1 "
         "model.precision=fp8_block",
     ),
     "deepseek_v3_128k_h200": (
         (256, "h200"),
-        f"{_DEEPSEEK} data.sequence_length=131072 data.global_batch=128 mesh.ep=32 mesh.sp=8 accumulation=4 "
-        "model.precision=fp8_block",
+        f"{_DEEPSEEK} data.sequence_length=131072 data.global_batch=32 mesh.ep=32 mesh.sp=8 model.precision=fp8_block",
     ),
     "8b_8k": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1"),
     "8b_8k_full": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 model.remat=full"),
