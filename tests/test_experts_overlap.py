@@ -107,8 +107,13 @@ def step(name, overlap, **options):
 
 
 # Losses of the batch, of the global batch and of sequences; gathered attention, latent attention; a shared expert with a gate.
-QUICK = [("mixtral", {}), ("mixed", {"remat": "attention"})]
-OTHERS = [("deepseek", {}), ("qwen3", {"scan_layers": False, "remat": "full"}), ("gpt_oss", {"scan_layers": False})]
+QUICK = [("mixtral", {})]
+OTHERS = [
+    ("mixed", {"remat": "attention"}),
+    ("deepseek", {}),
+    ("qwen3", {"scan_layers": False, "remat": "full"}),
+    ("gpt_oss", {"scan_layers": False}),
+]
 
 
 @pytest.mark.parametrize(
