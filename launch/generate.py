@@ -272,7 +272,7 @@ def generate(
     for line in [] if engine.packing is None else engine.packing.lines(engine.weight_bytes):
         log(line)
     log(f"{weights.what}: {len(ids)} prompt{'s' * (len(ids) > 1)}{chat}")
-    log(f"the cache (cache={args.cache}) takes {engine.cache_bytes / 2**30:.3f} GiB on each device")
+    log(f"the cache (cache={args.cache}) takes {engine.cache_bytes / 2**20:,.1f} MiB on each device")
     context = context_of(weights, where, recipe.model)
     if context is not None and engine.length > context:
         log(

@@ -160,7 +160,7 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     assert text.endswith("\n") and "1 prompt" in told and "tokens: the first after" in told and "warning" not in told
     assert main([*how, "prompt=def ", "mesh.sp=2", "cache=spread"]) == DONE
     spread, told = capfd.readouterr()
-    assert spread == text and "the cache (cache=spread) takes 0.0" in told
+    assert spread == text and re.search(r"the cache \(cache=spread\) takes \d+\.\d MiB on each device", told)
     assert main([*how, "prompt=def ", "length=4000"]) == DONE
     told = capfd.readouterr().err
     assert "warning: up to 4,000 tokens" in told and "are more than the model's context of" in told
