@@ -65,12 +65,6 @@ class Packed:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def whole(self, dtype: Any) -> jax.Array:
-        """Returns the matrix that it represents."""
-        how = FORMATS[self.form]
-        matrix = kernels.dequantize(self.words, self.scales, self.biases, **how)
-        return matrix.reshape(self.shape).astype(dtype)
-
 
 def obstacle(stack: Any, dims: Sequence[str], inputs: Sequence[str], form: str) -> str | None:
     """Returns why the matrices of a stack cannot be packed where they lie, None if they can.

@@ -177,12 +177,17 @@ def largest_errors(form):
 MATRIX = np.random.default_rng(5).standard_normal((128, 192), np.float32)
 
 
+def unpacked(x):
+    """Returns the matrix that a packed one represents, in float32."""
+    return np.asarray(kernels.dequantize(x.words, x.scales, x.biases, **FORMATS[x.form]), np.float32).reshape(x.shape)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_products_are_as_near_as_the_steps_of_the_format(form):
     """In float32, of matrices whose dims are heads; the numbers that a packed one represents are those of its products."""
     x = np.random.default_rng(6).standard_normal((2, 3, 4, 32), np.float32)
     (packed,) = packed_rows(jnp.asarray(MATRIX).reshape(1, 4, 32, 192), 2, form, jnp.float32, donate=False)
-    product, whole = project(jnp.asarray(x), packed, "btnh,nhd->btd"), np.asarray(packed.whole(jnp.float32))
+    product, whole = project(jnp.asarray(x), packed, "btnh,nhd->btd"), unpacked(packed)
     np.testing.assert_allclose(product, np.einsum("btnh,nhd->btd", x, whole), rtol=1e-5, atol=1e-4)
     off = np.abs(product - np.einsum("btk,kf->btf", x.reshape(2, 3, 128), MATRIX))
     assert 0 < off.max() and (off <= np.abs(x).reshape(2, 3, 128) @ largest_errors(form) * 1.01 + 1e-4).all()
@@ -243,7 +248,7 @@ def test_stacks_that_are_taken_over_are_freed():
         for i, layer in enumerate(layers):
             weights = layer["attention"][0]
             assert weights["output"].scales.dtype == jnp.bfloat16 and weights["attention_norm"].dtype == jnp.float32
-            np.testing.assert_array_equal(weights["output"].whole(jnp.float32), expected[i])
+            np.testing.assert_array_equal(unpacked(weights["output"]), expected[i])
         assert all(x.is_deleted() == donate for x in params["layers"].values())
 
 

@@ -37,7 +37,10 @@ def call(ranks, queries, seed=0):
     tables = np.concatenate(
         [r * pages + rng.permutation(pages).reshape(B, columns) for r in range(ranks)], axis=1, dtype=np.int32
     )
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
     caches = draw(ranks * pages, PAGE, 2, 8), draw(ranks * pages, PAGE, 2, 6)
     return draw(B, queries, 4, 8), *caches, np.array(LENGTHS, np.int32), tables
 

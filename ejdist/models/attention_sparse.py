@@ -72,8 +72,8 @@ class SparseAttention(Attention):
         return checkpoint_name(out, "sparse_attention.out")
 
     def flops(self, c: DecoderShape) -> Flops:
-        """Returns the FLOPs of what is read: the selected tokens, at most those of so many blocks, a mean for each block before
-        the query, and the window."""
+        """Returns the FLOPs of the keys that are read: of the selected blocks, of one mean for each block before the query, and
+        of the window."""
         m, dense = c.sparse, super().flops(c)
         selected, sliding = (
             MaskInfo(causal=True, window=window_of(n)) for n in (m.num_blocks * m.block_size, m.window)

@@ -147,7 +147,7 @@ class Flops:
 
     @property
     def attends(self) -> tuple[tuple[float, MaskInfo], ...]:
-        """(FLOPs of a pair, mask) of each attention; none where there is none."""
+        """(FLOPs of a pair, mask) of each attention of the part; empty if it has no attention."""
         return ((self.pair, self.mask), *self.beside) if self.pair else ()
 
 

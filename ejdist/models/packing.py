@@ -28,7 +28,7 @@ class Packing:
     before: int
 
     def lines(self, after: int) -> list[str]:
-        """Returns what is told of it; `after`: bytes of all parameters when these are packed."""
+        """Returns the lines to log. after: bytes of all parameters once these are packed."""
         told = [f"weights={self.form}: {_size(self.before)} of weights become {_size(after)}"]
         for why, names in self.stays.items():
             share = sum(names.values()) / self.before
