@@ -8,17 +8,23 @@ is rounded to the dtype of the queries before.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import kernels
 from ejdist.execution import run
+from ejdist.layout import current_layout, on_mesh
+from ejdist.mesh import current_mesh
 from ejdist.sharded import ShardedFunction, sharded
+from kernels.framework.binding import Call
 from kernels.framework.contract import Op
 from kernels.framework.public import Prepared
+from kernels.framework.requests import known
 from kernels.ops.paged_attention import append_op, lse_op
 
 Axes = dict[str, tuple[str, ...]]
@@ -76,7 +82,28 @@ class _OverPages(ShardedFunction):
     """`page_attention` where pages may be split."""
 
     def _on_mesh(self, prepared: Prepared, op: Op, **how: Any) -> Any:
+        mesh = current_mesh() if how.get("mesh") is None else how["mesh"]
+        if mesh is not None and how.get("in_specs") is None:
+            over = on_mesh(current_layout().activations, mesh).get("pages", ())
+            _check_owners(prepared.call, math.prod(mesh.shape[a] for a in over))
         return run(prepared, op, local=_OnRank(op), handles=self.handles, **how)
+
+
+def _check_owners(call: Call, ranks: int) -> None:
+    """Raises ValueError, of values that are known, if a device has a page of another's in its columns of the tables."""
+    table, lens = known(call.block_tables), known(call.kv_lens)
+    (pages, slots), width = call.key_cache.shape[:2], call.block_tables.shape[1]
+    if table is None or lens is None or ranks == 1 or pages % ranks or width % ranks:
+        return
+    owner = np.arange(width) // (width // ranks)
+    bad = (np.arange(width) * slots < lens[:, None]) & (table // (pages // ranks) != owner)
+    if bad.any():
+        request, column = np.argwhere(bad)[0]
+        raise ValueError(
+            f"page_attention: argument 'block_tables' has page {table[request, column]} in column {column} of request "
+            f"{request}, but device {owner[column]} of the {ranks} that pages are split over reads that column, and has pages "
+            f"{owner[column] * pages // ranks} to {(owner[column] + 1) * pages // ranks - 1}"
+        )
 
 
 def _append(axes: Axes, *, slots: jax.Array, **arguments: Any) -> tuple[jax.Array, jax.Array]:

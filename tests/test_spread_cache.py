@@ -114,6 +114,11 @@ def test_a_cache_that_cannot_be_spread_is_refused():
     query, *caches, lens, tables = call(2, 1)
     with set_layout(pages="sp"), pytest.raises(ValueError, match=r"'block_tables' has 7 columns.*multiple of 2"):
         ejdist.page_attention(query, *caches, lens % 28, tables[:, 1:], mesh=make_mesh(sp=2))
+    with (
+        set_layout(pages="sp"),
+        pytest.raises(ValueError, match=r"'block_tables' has page \d+ in column \d of request \d, but"),
+    ):
+        ejdist.page_attention(query, *caches, lens, tables[:, ::-1], mesh=make_mesh(sp=2))
     with set_layout(pages="sp"), pytest.raises(Unsupported, match="page_attention_with_lse has no pallas"):
         ejdist.page_attention(query, *caches, lens, tables, mesh=make_mesh(sp=2), platform="pallas")
 
