@@ -196,19 +196,23 @@ def _curves(folder: Path, what: str, shown: str, rows_of: Callable[[dict[str, An
 
 
 def pages(folder: Path) -> str:
-    """Returns the Markdown of the results of `paged_decode` and `latent_decode` of `benchmarks.comparisons` in a folder; empty
-    where there are none. Names of files begin with `latent` where the attention is."""
+    """Returns the Markdown of the results of `paged_decode`, `latent_decode` and `sparse_attention` of `benchmarks.comparisons`
+    in a folder; empty where there are none. Names of files begin with `latent` or `sparse` where the attention is."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())
         heads = list(dict.fromkeys(name for row in found["rows"] for name in row))
         cells = [[_figure(row[name]) if name in row else "" for name in heads] for row in found["rows"]]
         lines = [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *cells)]
-        what = "Latent attention" if path.stem.startswith("latent") else "Attention"
-        parts.append(
-            "\n".join([f"### {what} over pages on {found['device']}", "", *lines, "", f"Measured {_origin(found)}."])
-        )
+        what = _ATTENTION.get(path.stem.split("_")[0], "Attention over pages")
+        parts.append("\n".join([f"### {what} on {found['device']}", "", *lines, "", f"Measured {_origin(found)}."]))
     return "\n\n".join(parts)
+
+
+_ATTENTION = {
+    "latent": "Latent attention over pages",
+    "sparse": "Native sparse attention, and flash attention of the same queries",
+}
 
 
 def _figure(value: Any) -> str:

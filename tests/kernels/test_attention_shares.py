@@ -36,25 +36,37 @@ CAUSAL = MaskInfo(causal=True)
     ],
 )
 def test_a_group_is_divided_where_programs_are_few(batch, length, key_heads, group, mask, divided):
-    shares = shares_of_group(of_keys(length, mask), batch, key_heads, group)
+    shares = shares_of_group(of_keys(length, mask), batch, key_heads, group, length // 64)
     assert group % shares == 0 and (shares > 1) == divided
 
 
 def test_no_more_programs_than_are_worth_it():
     """What they write and add is counted: some of 16 heads stay together, and all where a block of keys meets few queries."""
-    assert 1 < shares_of_group(of_keys(12928, CAUSAL), 1, 1, 16) < 16
-    assert shares_of_group(of_keys(1024, MaskInfo(causal=True, window=(64, 0))), 4, 1, 4) == 1
+    assert 1 < shares_of_group(of_keys(12928, CAUSAL), 1, 1, 16, 202) < 16
+    assert shares_of_group(of_keys(1024, MaskInfo(causal=True, window=(64, 0))), 4, 1, 4, 16) == 1
 
 
-def test_spans_that_only_a_batch_knows_divide_nothing():
-    jax.jit(lambda x: jnp.zeros(shares_of_group(x, 1, 1, 8)))(of_keys(4096, CAUSAL))
-    assert shares_of_group(jnp.asarray(of_keys(4096, CAUSAL)), 1, 1, 8) == 1
+@pytest.mark.parametrize(
+    ("keys", "key_heads", "queries", "shares"),
+    [
+        (1024, 2, 1024, 16),  # block means of 65,536 tokens: 16 programs would go through the queries of 16 heads each
+        (4096, 1, 64, 8),
+        (1024, 2, 1, 1),  # too few steps
+        (16896, 1, 264, 1),  # as many programs as multiprocessors
+    ],
+)
+def test_spans_that_only_a_batch_knows_are_taken_for_causal_ones(keys, key_heads, queries, shares):
+    @jax.jit
+    def of(spans):
+        return jnp.zeros(shares_of_group(spans, 1, key_heads, 16, queries))
+
+    assert of(of_keys(keys, CAUSAL)).size == shares
 
 
 def test_of_very_many_programs_none_is_looked_at(monkeypatch):
     spans = np.broadcast_to(np.array([0, 0, 1, 1]), (1, ENOUGH * MULTIPROCESSORS, 4))
     monkeypatch.setattr("kernels.engines.attention.triton_shares._time", None)
-    assert shares_of_group(spans, 1, 1, 8) == 1
+    assert shares_of_group(spans, 1, 1, 8, 64) == 1
 
 
 @pytest.mark.parametrize(
@@ -78,8 +90,8 @@ def test_key_heads_of_a_call(monkeypatch):
     x, k = jnp.zeros((1, 512, 8, 64), jnp.bfloat16), jnp.zeros((1, 512, 2, 64), jnp.bfloat16)
     call = triton_calls.prepare(x, k, k, CAUSAL, None, None, None, None, None, 0.0, None)
     monkeypatch.setattr(triton_calls, "shares_of_group", lambda *rest: 4)
-    shared = call.shared(call.known_spans(64, 128)[1], None)
+    shared = call.shared(call.known_spans(64, 128)[1], 8, None)
     assert (shared.options["K"], shared.options["SHARES"], call.options["K"]) == (8, 4, 2)
-    assert call.shared(jnp.zeros((1, 4, 4), jnp.int32), 2).options["K"] == 4, "which are asked for"
+    assert call.shared(jnp.zeros((1, 4, 4), jnp.int32), 8, 2).options["K"] == 4, "which are asked for"
     with pytest.raises(ValueError, match="shares = 3 must divide the 4 query heads"):
-        call.shared(None, 3)
+        call.shared(None, 8, 3)

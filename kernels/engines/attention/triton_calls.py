@@ -59,13 +59,14 @@ class Call(NamedTuple):
         mask = self.mask if self.of_tiles is None else self.of_tiles
         return spans(mask, self.options["T"], self.options["S"], q_block, k_block)
 
-    def shared(self, spans: Any, shares: int | None) -> Call:
+    def shared(self, spans: Any, queries: int, shares: int | None) -> Call:
         """Returns the call for the Hopper backward: where several programs for a block of keys are faster, or asked for, each
-        counts as a key head. `spans` are those of the blocks of keys."""
+        counts as a key head. `spans` are those of the blocks of keys; `queries` are the blocks of queries."""
         o = self.options
         group = (o["PART"] or o["N"]) // o["K"]
         check_shares(shares, group)
-        shares = shares or shares_of_group(spans, o["B"], o["K"], group, 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0])
+        side = 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0]
+        shares = shares or shares_of_group(spans, o["B"], o["K"], group, queries, side)
         return self._replace(options={**o, "K": o["K"] * shares, "SHARES": shares})
 
     def launch(

@@ -3,7 +3,8 @@
 A program has a block of keys and goes through the queries of all heads that share them. With few key heads and short rows,
 programs are fewer than multiprocessors, or all wait for the longest: two rows of 6,400 tokens with one key head are 100
 programs. Programs that share a block of keys write gradients in float32, which are then added. With segment ids the steps
-of a program are not known at compile time, and nothing is shared unless a configuration asks for it (`BwdParams.shares`).
+of a program are not known at compile time: those of programs that are fewer than multiprocessors are then taken for those of
+a causal mask, and of more nothing is shared unless a configuration asks for it (`BwdParams.shares`).
 """
 
 from __future__ import annotations
@@ -30,18 +31,23 @@ WORTH = 0.03
 ENOUGH = 16
 
 
-def shares_of_group(spans: Any, batch: int, key_heads: int, group: int, side: int = 8) -> int:
+def shares_of_group(spans: Any, batch: int, key_heads: int, group: int, queries: int, side: int = 8) -> int:
     """Returns how many programs share the query heads of a key head: a divisor of `group`.
 
     Args:
-      spans: of the blocks of keys, as `tiles.spans` has them, [B or 1, blocks, 4]; of these only NumPy arrays are read: where
-        they are known at run time alone, the answer is 1.
+      spans: of the blocks of keys, as `tiles.spans` has them, [B or 1, blocks, 4]; of these only NumPy arrays are read.
       group: query heads of a key head.
+      queries: blocks of queries. Where spans are known at run time alone, they are taken for those of a causal mask.
       side: how many heads run side by side, at most.
     """
-    if not isinstance(spans, np.ndarray) or group == 1:
+    if group == 1:
         return 1
-    steps = np.broadcast_to(spans[..., LAST] - spans[..., FIRST], (batch, *spans.shape[1:-1])).reshape(batch, -1)
+    if isinstance(spans, np.ndarray):
+        steps = np.broadcast_to(spans[..., LAST] - spans[..., FIRST], (batch, *spans.shape[1:-1])).reshape(batch, -1)
+    elif batch * spans.shape[1] * key_heads < MULTIPROCESSORS:
+        steps = np.tile(np.linspace(queries, 0, spans.shape[1], endpoint=False), (batch, 1))
+    else:
+        return 1
     programs = steps.size * key_heads
     if programs >= ENOUGH * MULTIPROCESSORS or (programs >= MULTIPROCESSORS and steps.max() < EVEN * steps.mean()):
         return 1

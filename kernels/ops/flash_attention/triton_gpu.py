@@ -146,7 +146,7 @@ def warp_specialized_gradients(
         delta,
     )
     spans, work = call.known_spans(*blocks)[1], work_of_call(call, query.dtype, (3, 2))
-    call = call.shared(spans, params.shares)
+    call = call.shared(spans, length // q_block, params.shares)
     shares, spans = call.options["SHARES"], jnp.asarray(spans)
 
     def gradient_of(x: jax.Array | None) -> jax.ShapeDtypeStruct:

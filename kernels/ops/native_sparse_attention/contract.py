@@ -25,13 +25,15 @@ class NativeSparseConfig(Tunables):
     Attributes:
       chunk: queries processed at once (XLA).
       block_rows: rows of a tile of the selected branch, neighbouring queries times the heads of a group (Triton).
-      num_warps, num_stages: of programs for tiles of queries. backward_num_warps, backward_num_stages: for tiles of keys.
+      num_warps, num_stages: of programs for tiles of queries. dq_num_stages: of those of their gradient.
+      backward_num_warps, backward_num_stages: of programs for tiles of keys.
     """
 
     chunk: int | None = None
     block_rows: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    dq_num_stages: int | None = None
     backward_num_warps: int | None = None
     backward_num_stages: int | None = None
 

@@ -259,7 +259,7 @@ def backward(
         out_shape=(jax.ShapeDtypeStruct(query.shape, query.dtype),),
         grid=(sizes.B * sizes.K * sizes.tiles,),
         num_warps=cfg.num_warps,
-        num_stages=cfg.num_stages,
+        num_stages=cfg.dq_num_stages,
         work=cost,
         O=sizes,
     )
