@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generation import KINDS, LENGTH, Known, finish, prompts
+from test_generation import KINDS, LENGTH, Known, finish, placed, prompts
 from test_operations_gpu import has_cuda
+from test_packed import with_represented
+
+from ejdist.generation import Engine
+from ejdist.mesh import make_mesh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda(), reason="JAX sees no CUDA device here")]
 
@@ -17,14 +21,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_texts_are_those_of_the_full_forward(name):
+PROMPTS = [*prompts([1, 3, 30, 17, 33, 9]), prompts([30])[0]]
+
+
+def check(known, engine, limit):
     """Each token is the most likely one, but for what rounding decides, and its log-probability that of the full forward."""
-    options, limit = MODELS[name]
-    known = Known(**options)
-    engine = known.engine(slots=5, page=16, chunk=16)
-    asked = [*prompts([1, 3, 30, 17, 33, 9]), prompts([30])[0]]
-    numbers = [engine.submit(ids, max_tokens=8, temperature=0) for ids in asked]
+    numbers = [engine.submit(ids, max_tokens=8, temperature=0) for ids in PROMPTS]
     results = finish(engine)
     for number in numbers:
         result = results[number]
@@ -36,3 +38,31 @@ def test_texts_are_those_of_the_full_forward(name):
         assert (expected.max(-1) - written).max() <= limit
     assert engine.programs == 2
     jax.block_until_ready(engine._kept)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_those_of_the_full_forward(name):
+    options, limit = MODELS[name]
+    known = Known(**options)
+    check(known, known.engine(slots=5, page=16, chunk=16), limit)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "limit"), [("int4", "float32", 2e-3), ("mxfp4", "float32", 2e-3), ("int4", "bfloat16", 0.4)]
+)
+def test_texts_of_packed_weights(form, dtype, limit):
+    """Against a full forward with the numbers that are packed, which in bfloat16 are rounded once more there."""
+    known = Known(**WIDE, compute_dtype=dtype)
+    engine = known.engine(slots=5, page=16, chunk=16, weights=form, platform="triton")
+    known.params = with_represented(known.params, "dense", form)
+    check(known, engine, limit)
+
+
+@pytest.mark.parametrize("platform", [None, "triton"])
+def test_texts_over_the_pages_of_two_devices(platform):
+    if jax.device_count() < 2:
+        pytest.skip("JAX sees one CUDA device here")
+    known, mesh = Known(**WIDE, compute_dtype="bfloat16"), make_mesh(sp=2)
+    params, buffers = placed(known.params, known.model.declared, mesh), placed(known.buffers, known.model.buffers, mesh)
+    options = {"slots": 5, "length": LENGTH, "page": 16, "chunk": 16, "cache": "spread", "platform": platform}
+    check(known, Engine(known.model, params, buffers=buffers, mesh=mesh, **options), 0.1)
