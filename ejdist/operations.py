@@ -68,14 +68,15 @@ MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values(
 }
 
 
-def _in_fixed_order(function: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function whose gradients XLA adds up in any order on GPUs, and refuses to there."""
-    if (jax.default_backend() if mesh is None else platform_of(mesh)) in ("gpu", "cuda"):
+def _in_fixed_order(function: Callable[..., Any], mesh: Any, platform: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function whose gradients XLA adds up in any order on GPUs: its kernels there, and refuses where XLA is asked."""
+    on_gpus = (jax.default_backend() if mesh is None else platform_of(mesh)) in ("gpu", "cuda")
+    if on_gpus and platform == "xla":
         raise Unsupported(
-            f"{native_sparse_attention.__name__}: deterministic_attention = true, but on GPUs XLA adds up its gradients of "
-            "keys in any order; platform=triton has a fixed one, or leave deterministic_attention out"
+            f"{native_sparse_attention.__name__}: deterministic_attention = true, but on GPUs platform=xla adds up its gradients "
+            "of keys in any order; leave platform or deterministic_attention out"
         )
-    return function(*args, **kwargs)
+    return function(*args, platform="triton" if on_gpus else platform, **kwargs)
 
 
 def bind_ops(
@@ -114,10 +115,9 @@ def bind_ops(
     functions["flash_mla"] = functools.partial(
         latent_attention.over_ranks(by_scheme).with_stored_weights, **latent, **where
     )
-    if deterministic_attention and platform != "triton":
-        functions[native_sparse_attention.__name__] = functools.partial(
-            _in_fixed_order, functions[native_sparse_attention.__name__], mesh
-        )
+    if deterministic_attention:
+        name = native_sparse_attention.__name__
+        functions[name] = functools.partial(_in_fixed_order, functions[name], mesh, platform)
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
     functions |= {f.__name__: functools.partial(f, **where) for f in (project, project_all)}

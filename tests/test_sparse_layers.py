@@ -208,16 +208,20 @@ def test_how_even_the_ranks_are_is_of_runs_of_the_text():
     assert even["zigzag"] == even["contiguous"] > 1.02
 
 
-def test_gradients_in_any_order_are_refused_where_steps_repeat_their_bits(monkeypatch):
+def test_steps_that_repeat_their_bits_take_kernels_on_gpus_and_nothing_else(monkeypatch):
     heads = {n: jnp.ones((1, 8, heads, 4)) for n, heads in (("query", 4), ("key", 2), ("value", 2))}
-    for platform in ("cpu", "gpu"):
-        monkeypatch.setattr(operations, "platform_of", lambda mesh, platform=platform: platform)
-        attend = bind_ops(make_mesh(devices=jax.devices()[:1]), deterministic_attention=True).native_sparse_attention
-        if platform == "cpu":
-            assert attend(**heads, block_size=4).shape == (1, 8, 4, 4)
-        else:
-            with pytest.raises(Unsupported, match="deterministic_attention = true, but on GPUs"):
-                attend(**heads, block_size=4)
+
+    def attend(of: str, platform: str | None):
+        monkeypatch.setattr(operations, "platform_of", lambda mesh: of)
+        ops = bind_ops(make_mesh(devices=jax.devices()[:1]), platform=platform, deterministic_attention=True)
+        return ops.native_sparse_attention(**heads, block_size=4)
+
+    for platform in (None, "xla"):
+        assert attend("cpu", platform).shape == (1, 8, 4, 4)
+    with pytest.raises(Unsupported, match="deterministic_attention = true, but on GPUs platform=xla"):
+        attend("gpu", "xla")
+    with pytest.raises(Unsupported, match="triton"):  # which it asks for by name: this is a CPU
+        attend("gpu", None)
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------

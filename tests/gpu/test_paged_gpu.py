@@ -14,7 +14,7 @@ from grid import FLOOR, error
 from test_operations_gpu import has_cuda
 
 import kernels
-from kernels.ops.paged_attention import append_and_attend_op, append_op, op, page_op
+from kernels.ops.paged_attention import append_and_attend_op, append_op, lse_op, op, page_op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda(), reason="JAX sees no CUDA device here")]
 
@@ -57,6 +57,14 @@ def test_decode(page, dtype):
     lens = [2000, 1, 0, 63, 64, 65, 517]
     a = pages_of(lens, page, jnp.dtype(dtype)) | {"query": normal(5, len(lens), 1, N, H)}
     against_the_contract(page_op, a)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("lens", [[2000, 1, 63, 64, 65, 517], [40_000, 3]], ids=str)
+def test_decode_with_its_log_sum_exp(lens, dtype):
+    """Of one long request each multiprocessor has a part."""
+    a = pages_of(lens, 16, jnp.dtype(dtype)) | {"query": normal(5, len(lens), 1, N, H)}
+    against_the_contract(lse_op, a)
 
 
 @pytest.mark.parametrize(

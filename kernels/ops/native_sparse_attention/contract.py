@@ -206,8 +206,6 @@ op = Op(
     ordered=True,  # adjacent tokens form a block
     same_dtype=("query", "key", "value"),
     config=NativeSparseConfig,
-    # The Triton kernels were interpreted and compiled, but have not been measured: until then they run by name alone.
-    priority=("xla", "triton_gpu", "pallas_tpu"),
     cases=CASES,
     work=work,
 )

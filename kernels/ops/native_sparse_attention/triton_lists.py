@@ -22,7 +22,7 @@ from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of, po
 from kernels.toolchains.triton import triton_launch
 
 # Entries of a part of a transposed list.
-PART = 4096
+PART = 1024
 
 
 class Lists(NamedTuple):

@@ -325,8 +325,6 @@ lse_op = Op(
     local_dims={"B", "N", "K"},
     see_also={"pages": "page_attention"},
     ordered=True,
-    # Triton's kernel was interpreted and compiled, but with an lse it has not run on a GPU: until then by name alone.
-    priority=("xla", "triton_gpu", "pallas_tpu"),
     cases=cases.WITH_LSE,
     work=_work,
     **_HEADS,
