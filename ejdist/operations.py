@@ -73,8 +73,8 @@ def _in_fixed_order(function: Callable[..., Any], mesh: Any, platform: str | Non
     on_gpus = (jax.default_backend() if mesh is None else platform_of(mesh)) in ("gpu", "cuda")
     if on_gpus and platform == "xla":
         raise Unsupported(
-            f"{native_sparse_attention.__name__}: deterministic_attention = true, but on GPUs platform=xla adds up its gradients "
-            "of keys in any order; leave platform or deterministic_attention out"
+            f"{native_sparse_attention.__name__}: deterministic_attention = true, but on GPUs platform=xla adds up its "
+            "gradients of keys in any order; leave platform or deterministic_attention out"
         )
     return function(*args, platform="triton" if on_gpus else platform, **kwargs)
 

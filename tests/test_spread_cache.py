@@ -12,7 +12,6 @@ from ejdist.generation.pages import Pages, check_count
 from ejdist.layout import set_layout
 from ejdist.mesh import make_mesh
 from ejdist.models.decoder import DecoderConfig
-from kernels import Unsupported
 
 PAGE = 4
 # Of a request: before and past the end of a rank's run, at it, and none.
@@ -119,8 +118,6 @@ def test_a_cache_that_cannot_be_spread_is_refused():
         pytest.raises(ValueError, match=r"'block_tables' has page \d+ in column \d of request \d, but"),
     ):
         ejdist.page_attention(query, *caches, lens, tables[:, ::-1], mesh=make_mesh(sp=2))
-    with set_layout(pages="sp"), pytest.raises(Unsupported, match="page_attention_with_lse has no pallas"):
-        ejdist.page_attention(query, *caches, lens, tables, mesh=make_mesh(sp=2), platform="pallas")
 
 
 def test_pages_of_ranks_are_taken_in_order_and_come_back():

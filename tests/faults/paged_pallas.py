@@ -3,6 +3,7 @@
 from faults import Fault
 
 PAGED = "tests/kernels/test_paged_attention_pallas.py"
+ONE_HEAD = "tests/kernels/test_paged_attention_pallas_one_head.py"
 
 FAULTS = (
     Fault(
@@ -165,5 +166,40 @@ FAULTS = (
         "{3: 0, 4: 1}",
         "{}",
         f"{PAGED} -k own_memory",
+    ),
+    Fault(
+        "paged pallas: values within keys are their last numbers",
+        "_Kernel.picked",
+        "[$each[0], $each[0][:, : o.HV]]",
+        "[$each[0], $each[0][:, -o.HV :]]",
+        f"{ONE_HEAD} -k 'latents and decode'",
+    ),
+    Fault(
+        "paged pallas: the lse is in units of log 2",
+        "_Kernel.finish",
+        "($x + jnp.log2($y)) / LOG2E",
+        "$x + jnp.log2($y)",
+        f"{ONE_HEAD} -k the_lse",
+    ),
+    Fault(
+        "paged pallas: NaN of rows after the last slot is in the output",
+        "_Kernel.clear",
+        "($n >= $t.first) & ($n < $t.last)",
+        "$n >= $t.first",
+        f"{ONE_HEAD} -k fill_tiles",
+    ),
+    Fault(
+        "paged pallas: a block whose last slots are not seen is left as it is",
+        "_Kernel.clear",
+        "($t.first > $start) | ($t.last < $start + o.keys)",
+        "$t.first > $start",
+        f"{ONE_HEAD} -k fill_tiles",
+    ),
+    Fault(
+        "paged pallas: odd pages are rows of a matrix",
+        "pallas_paged_calls:attend",
+        "K == 1 and $form != 'paired' and $piece % (32 // key.dtype.itemsize) == 0",
+        "K == 1 and $form != 'paired'",
+        f"{ONE_HEAD} -k fill_tiles",
     ),
 )

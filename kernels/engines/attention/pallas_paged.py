@@ -93,6 +93,16 @@ class _Kernel(Copies):
         o = self.o
         ring = self.refs["value_ring" if o.form == "apart" else "key_ring"]
         start = number * o.keys
+        if o.rows_of_slots:  # slots are parts of a word, or of a tile: the block is written anew
+
+            @pl.when((t.first > start) | (t.last < start + o.keys))
+            def _() -> None:
+                shape = o.block, o.C, 1
+                n = start + o.C * lax.broadcasted_iota(jnp.int32, shape, 0) + lax.broadcasted_iota(jnp.int32, shape, 1)
+                x = ring[slot]
+                ring[slot] = jnp.where((n >= t.first) & (n < t.last), x, jnp.zeros_like(x))
+
+            return
         zeros = jnp.zeros(ring.shape[-2:], ring.dtype)
 
         def zero(j: Any, _: Any) -> Any:
@@ -116,7 +126,8 @@ class _Kernel(Copies):
         o, dtype = self.o, self.refs["rows"].dtype
         if f"{name}_words" not in self.refs:
             ring = self.refs[f"{name}_ring"].at[slot]
-            return _numbers(ring[:, :, head, :].reshape(o.keys, ring.shape[-1]), dtype)
+            x = ring[...] if o.rows_of_slots else ring[:, :, head, :]
+            return _numbers(x.reshape(o.keys, ring.shape[-1]), dtype)
         words = self.refs[f"{name}_words"]
         if dtype == jnp.float32:
             return words[pl.ds(head, o.keys, stride=o.heads), :]
@@ -137,6 +148,8 @@ class _Kernel(Copies):
             each = [self.of_head(name, slot, unit) for name in names]
         if o.form == "joined":
             each = [each[0][:, : o.H], each[0][:, o.H :]]
+        elif o.form == "within":
+            each = [each[0], each[0][:, : o.HV]]
         return each[0], each[-1]
 
     def scales(self, name: str, slot: Any, unit: int) -> Any:
@@ -202,6 +215,12 @@ class _Kernel(Copies):
                 result[:, unit, :] = y.astype(result.dtype)
             else:
                 result[:, unit * G : (unit + 1) * G, :] = y.reshape(o.tokens, G, o.HV).astype(result.dtype)
+            if o.lse:
+                logs = (refs["largest"][unit] + jnp.log2(jnp.broadcast_to(weight, refs["largest"].shape[1:]))) / LOG2E
+                if o.flat:
+                    refs["logs"][0] = logs
+                else:
+                    refs["logs"][:, unit * G : (unit + 1) * G, :] = logs.reshape(o.tokens, G, LANES)
         self.outputs(t.row, t.tokens, lambda copy: copy.start())
         ahead[4] = t.tokens
 

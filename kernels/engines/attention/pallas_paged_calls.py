@@ -73,20 +73,25 @@ def attend(
     logits_soft_cap: float | None,
     causal: bool,
     window: tuple[int | None, int | None] | None,
-) -> jax.Array:
-    """Returns attention [M, N, HV] of the queries [M, N, H] of requests over their keys, as the contracts of paged attention.
+    within: int | None = None,
+    log: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Returns attention [M, N, HV] of the queries [M, N, H] of requests over their keys, as the contracts of paged attention,
+    and with `log` the log-sum-exp of its logits, [M, N] (of requests with `each` queries).
 
     Args:
       caches, scales: of keys and values [pages, C, K, width], and [#pages, #C, #K] or None; without the second cache a slot has
         its key in the first H numbers and its value in the others.
       few, many: sizes for requests with one query, and with more.
+      within: HV, if the value of a slot is the first HV numbers of its key, and there is no second cache.
     """
     (key, value), (M, N, H), (pages, C, K, width) = caches, query.shape, caches[0].shape
-    HV = width - H if value is None else value.shape[3]
-    form = "apart" if value is not None else "paired" if HV == H else "joined"
+    HV = within or (width - H if value is None else value.shape[3])
+    form = "within" if within else "apart" if value is not None else "paired" if HV == H else "joined"
     keys = interval_of(MaskInfo(causal=causal, window=window), np.zeros(1, np.int32))
     piece = piece_of(C)
     pieces = C // piece
+    one = K == 1 and form != "paired" and piece % (32 // key.dtype.itemsize) == 0
     base = Paged(
         N=N,
         K=K,
@@ -111,21 +116,27 @@ def attend(
         v_scales=_of_slots(scales[1]),
         slopes=alibi_slopes is not None,
         sinks=softmax_aux is not None,
+        rows_of_slots=one,
+        lse=log,
     )
     # A scale of a whole head is a factor of its queries, or of its outputs.
     if scales[0] is not None and not base.k_scales:
         query = (query.astype(jnp.float32) * _of_heads(scales[0], N, K)).astype(query.dtype)
-    arrays = {"query": query, "key": key.reshape(base.pages, piece, base.heads, -1)}
+    slots = (base.pages, piece) if one else (base.pages, piece, base.heads)
+    arrays = {"query": query, "key": key.reshape(*slots, -1)}
     if value is not None:
-        arrays["value"] = value.reshape(base.pages, piece, K, HV)
+        arrays["value"] = value.reshape(*slots, HV)
     extra = {"k_scale": scales[0] if base.k_scales else None, "v_scale": scales[1] if base.v_scales else None}
     if alibi_slopes is not None:
         extra["slopes"] = alibi_slopes.astype(jnp.float32) * LOG2E
     if softmax_aux is not None:
         extra["sinks"] = jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1) * LOG2E
     # Rows of no request are 0; where there are none, each is written.
-    out = (jnp.zeros if requests.each is None else jax.lax.empty)((M, N, HV), query.dtype)
-    flat = can_be_flat(N, base.heads, key.dtype.itemsize)
+    start = jnp.zeros if requests.each is None else jax.lax.empty
+    outs = (start((M, N, HV), query.dtype),)
+    if log:  # equal in all lanes
+        outs += (start((M, N, LANES), jnp.float32),)
+    flat = one or can_be_flat(N, base.heads, key.dtype.itemsize)
     for sizes, least, most in _instances(M, requests, few, many):
         o = replace(
             base,
@@ -135,10 +146,11 @@ def attend(
             flat=flat and sizes.tokens == 1,
         )
         for part in _launches(requests):
-            out = _launch(op, o, arrays, extra, part, (least, most), out)
+            outs = _launch(op, o, arrays, extra, part, (least, most), outs)
+    out = outs[0]
     if scales[1] is not None and not base.v_scales:
         out = (out.astype(jnp.float32) * _of_heads(scales[1], N, K)).astype(out.dtype)
-    return out
+    return out, *(x[..., 0] for x in outs[1:])
 
 
 def _of_slots(scale: jax.Array | None) -> bool:
@@ -211,8 +223,11 @@ def tiles_of(o: Paged, part: _Part, served: tuple[int, int], length: int) -> tup
     return jnp.stack(tile, axis=1).reshape(-1), ends[-1:]
 
 
-def _launch(op, o: Paged, arrays, extra, part: _Part, served: tuple[int, int], out: jax.Array) -> jax.Array:
-    """Returns the output with the rows of the requests that an instance serves."""
+def _launch(
+    op, o: Paged, arrays, extra, part: _Part, served: tuple[int, int], outs: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """Returns the outputs with the rows of the requests that an instance serves."""
+    out = outs[0]
     M, R = out.shape[0], part.lens.shape[0]
     most = min(R * -(-served[1] // o.tokens), M // o.tokens + min(R, M // served[0]))
     o = replace(o, parts=min(PARTS, most))
@@ -245,34 +260,36 @@ def _launch(op, o: Paged, arrays, extra, part: _Part, served: tuple[int, int], o
         "weight": pltpu.VMEM((o.units, o.rows, LANES), jnp.float32),
         "sum": pltpu.VMEM((o.units, o.rows, o.HV), jnp.float32),
         "result": pltpu.VMEM((o.tokens, o.N, o.HV), dtype),
+        **({"logs": pltpu.VMEM((o.tokens, o.N, LANES), jnp.float32)} if o.lse else {}),
         "ahead": pltpu.SMEM((5,), jnp.int32),
         "arrived": pltpu.SemaphoreType.DMA((o.buffers,)),
         "asked": pltpu.SemaphoreType.DMA((o.buffers,)),
         "written": pltpu.SemaphoreType.DMA,
     }  # fmt: skip
-    names = [*scalars, *inputs, "before", "out", *scratch]
+    results = ["out", "lse"][: len(outs)]
+    names = [*scalars, *inputs, *(f"{name} before" for name in results), *results, *scratch]
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     specs = [hbm if i < anywhere else pl.BlockSpec(memory_space=pltpu.VMEM) for i in range(len(inputs))]
-    slot = sum(x.shape[2] * x.shape[3] * x.dtype.itemsize for n, x in arrays.items() if n != "query")
+    slot = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for n, x in arrays.items() if n != "query")
     keys = R * o.longest * o.C
     return pallas_launch(
         functools.partial(paged_kernel, o, names),
         *scalars.values(),
         *inputs.values(),
-        out,
-        out_shape=jax.ShapeDtypeStruct(out.shape, dtype),
+        *outs,
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(o.parts, steps),
-            in_specs=[*specs, hbm],
-            out_specs=hbm,
+            in_specs=[*specs, *[hbm] * len(outs)],
+            out_specs=(hbm,) * len(outs),
             scratch_shapes=list(scratch.values()),
         ),
         dimension_semantics=("parallel", "arbitrary"),
         vmem_limit_bytes=VMEM_BYTES,
-        input_output_aliases={len(scalars) + len(inputs): 0},
+        input_output_aliases={len(scalars) + len(inputs) + i: i for i in range(len(outs))},
         work=Work(
-            2 * most * o.tokens * o.N * (o.H + o.HV) * o.longest * o.C, keys * slot + nbytes(out, arrays["query"])
+            2 * most * o.tokens * o.N * (o.H + o.HV) * o.longest * o.C, keys * slot + nbytes(*outs, arrays["query"])
         ),
         check_bounds=False,  # numbers of pages are clipped
         name=f"{op}_{'decode' if o.tokens == 1 else 'mixed'}_kernel",
@@ -287,7 +304,7 @@ def _words(o: Paged, arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Returns the room for a block in words of 32 bits, where heads fill such words and are picked one by one."""
     dtype = arrays["query"].dtype
     each = 4 // dtype.itemsize
-    if o.flat or o.heads % each or not _matrix(o.heads, arrays["key"].dtype.itemsize):
+    if o.flat or o.rows_of_slots or o.heads % each or not _matrix(o.heads, arrays["key"].dtype.itemsize):
         return {}
     kept = jnp.float32 if each == 1 else jnp.uint32
     return {

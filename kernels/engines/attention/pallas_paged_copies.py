@@ -29,7 +29,8 @@ class Paged:
       C: slots of a page, or of each of the `pieces` that it is copied in. pages, longest: pieces of the cache, and of the
         longest request. tables: whether there is a table of pages; otherwise request r has page r.
       form: "apart" for two caches; "joined" for one, whose slots have the key first; "paired", for one that has the key and
-        the value of a head as two heads.
+        the value of a head as two heads; "within", for one whose values are the first HV numbers of its keys, as of latents.
+      rows_of_slots: whether the slots of a piece are the rows of a matrix: there is one head, and they fill whole tiles.
       tokens: queries per tile. block: pieces copied at once. buffers: blocks in flight or in use. parts: lists of tiles that
         cores may run at the same time.
       flat: whether one product takes all heads, of one query.
@@ -60,6 +61,8 @@ class Paged:
     v_scales: bool
     slopes: bool
     sinks: bool
+    rows_of_slots: bool = False
+    lse: bool = False  # whether the log-sum-exp of each row is returned as well
 
     @property
     def heads(self) -> int:
@@ -189,12 +192,15 @@ class Copies:
         )
 
     def outputs(self, row: Any, tokens: Any, act: Callable[[Any], None]) -> None:
-        self.each_query(
-            tokens,
-            lambda n: act(
-                pltpu.make_async_copy(self.refs["result"].at[n], self.refs["out"].at[row + n], self.refs["written"])
-            ),
-        )
+        """Starts copying the results of a tile, or waits for the copies."""
+        written = self.refs["written"]
+        for result, out in (("result", "out"), ("logs", "lse"))[: 1 + self.o.lse]:
+            self.each_query(
+                tokens,
+                lambda n, result=self.refs[result], out=self.refs[out]: act(
+                    pltpu.make_async_copy(result.at[n], out.at[row + n], written)
+                ),
+            )
 
     def advance(self, total: Any) -> None:
         """Starts copying the next block that is not copied yet, if there is one."""

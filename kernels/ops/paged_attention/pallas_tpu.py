@@ -7,7 +7,7 @@ from typing import Any
 
 from kernels.engines.attention import pallas_paged_calls as calls
 from kernels.engines.attention.pallas_paged_append import append
-from kernels.engines.attention.pallas_paged_calls import Sizes, attend
+from kernels.engines.attention.pallas_paged_calls import Requests, Sizes, attend
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.ops.paged_attention.cache import append_and_attend_of, quantised, scale_of_slots
@@ -16,6 +16,7 @@ from kernels.ops.paged_attention.contract import (
     append_and_attend_op,
     append_op,
     decode_op,
+    lse_op,
     op,
     page_op,
 )
@@ -54,10 +55,28 @@ def candidates(call: Call) -> list[PagedAttentionConfig]:
 
 
 def _attend(name, query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, options):
+    return _attend_with_lse(name, query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, options, log=False)[
+        0
+    ]
+
+
+def _attend_with_lse(name, query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, options, log=True):
     group = query.shape[1] // caches[0].shape[2]
     few = Sizes(1, cfg.block_k, cfg.num_stages)
     many = Sizes(max(2, cfg.mixed_rows // group), cfg.mixed_block_k, cfg.mixed_num_stages)
-    return attend(name, query, caches, scales, softmax_aux, alibi_slopes, requests, few, many, **options)
+    return attend(name, query, caches, scales, softmax_aux, alibi_slopes, requests, few, many, log=log, **options)
+
+
+def page_attention_with_lse(
+    query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
+    logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
+    B, T, N, H = query.shape
+    requests = Requests(int32(kv_lens), int32(block_tables), each=T)
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
+    arrays = query.reshape(B * T, N, H), (key_cache, value_cache), (k_scale, v_scale), softmax_aux, alibi_slopes
+    out, lse = _attend_with_lse(lse_op.name, *arrays, requests, cfg, options)
+    return out.reshape(B, T, N, -1), lse.reshape(B, T, N)
 
 
 def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale):
@@ -90,6 +109,7 @@ _TUNED: dict[str, Any] = {"heuristic": heuristic, "candidates": candidates, **_O
 paged_attention, page_attention, decode_attention = forms_of(_attend)
 op.register(paged_attention, **_TUNED)
 page_op.register(page_attention, **_TUNED)
+lse_op.register(page_attention_with_lse, **_TUNED)
 decode_op.register(decode_attention, **_TUNED)
 append_op.register(append_to_cache, **_ON)
 append_and_attend_op.register(append_and_attend_of(append_to_cache, paged_attention), **_TUNED)
