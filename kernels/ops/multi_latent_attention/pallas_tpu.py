@@ -1,4 +1,4 @@
-"""Attention to cached latents on TPUs in Pallas: the engine over pages, with one head of keys, which begin with their values."""
+"""Attention to cached latents on TPUs in Pallas: the engine over pages, with one head of keys that begin with values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _rejects(call: Any) -> str | None:
     slots = call.kv_cache.shape[1]
     if (piece := piece_of(slots)) < min(slots, LEAST_PIECE):
         return (
-            f"{slots:,} entries would be copied in pieces of {piece}, as nothing else up to {MOST_PIECE} divides them; allocate "
+            f"{slots:,} entries would be copied in pieces of {piece}, as nothing else up to {MOST_PIECE} divides them; use "
             f"a multiple of {MOST_PIECE}"
         )
     return None
