@@ -63,7 +63,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         above.plot(at, means_of(losses), label=name, **style)
         below.plot(at, 100 * (means_of(losses) / base - 1), **style)
     above.set(ylabel=f"loss, mean of {SPAN} steps", ylim=(None, float(base[min(2, len(base) - 1)]) + 0.2))
-    below.set(xlabel="step", ylabel="of bf16's, %", ylim=(-2, 2))
+    later = [means_of(x)[len(base) // 2 :] for x in result["losses"].values()]
+    most = max(1.0, *(110 * abs(x / base[len(base) // 2 :] - 1).max() for x in later))
+    below.set(xlabel="step", ylabel="of bf16's, %", ylim=(-most, most))
     above.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=130, metadata={"Software": None})
 

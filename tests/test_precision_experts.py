@@ -15,7 +15,6 @@ from test_precision import CONFIG, calls, loss_and_gradients, off, rounded
 
 from ejdist import make_mesh, moe
 from ejdist.experts.products import expert_mlp
-from ejdist.models import feedforward
 from ejdist.models.config import ExpertsShape
 from ejdist.models.stack import narrow_matrices
 from ejdist.models.told import told_of_precision
@@ -155,22 +154,7 @@ MIXTURE = dataclasses.replace(CONFIG, layer_pattern=("experts",), experts=Expert
 BOTH = ("experts_gate_up", "experts_down")
 
 
-@pytest.fixture
-def eight(monkeypatch):
-    """Models whose experts may be in 8 bits."""
-    monkeypatch.setattr(feedforward, "WAITS", None)
-    narrow_matrices.cache_clear()
-    yield
-    narrow_matrices.cache_clear()
-
-
-def test_experts_of_a_model_stay_until_they_are_shown_to_train():
-    narrow_matrices.cache_clear()
-    (line,) = told_of_precision(dataclasses.replace(MIXTURE, precision="fp8_block"))
-    assert "experts_gate_up, experts_down: experts in 8 bits have not been shown to train" in line
-
-
-def test_a_mixture_in_8_bits_has_about_the_same_loss_and_gradients_and_the_same_parameters(eight):
+def test_a_mixture_in_8_bits_has_about_the_same_loss_and_gradients_and_the_same_parameters():
     narrow = dataclasses.replace(MIXTURE, precision="fp8_block", precision_keep=("query", "output"))
     assert narrow_matrices(narrow)[0] == BOTH
     assert narrow.build().declared == MIXTURE.build().declared
@@ -204,13 +188,13 @@ def test_a_mixture_in_8_bits_has_about_the_same_loss_and_gradients_and_the_same_
         ),
     ],
 )
-def test_a_run_says_whether_its_experts_are_in_8_bits_and_why_not(keys, experts, words, eight):
+def test_a_run_says_whether_its_experts_are_in_8_bits_and_why_not(keys, experts, words):
     config = dataclasses.replace(MIXTURE.experts, **experts)
     (line,) = told_of_precision(dataclasses.replace(MIXTURE, **{"precision": "fp8_block", "experts": config, **keys}))
     assert words in line
 
 
-def test_experts_that_stay_are_computed_as_they_are(eight):
+def test_experts_that_stay_are_computed_as_they_are():
     """Of fp8_row the experts stay: with the other matrices kept, the loss is that of no 8 bits at all."""
     keep = ("query", "output")
     config = dataclasses.replace(MIXTURE, precision="fp8_block", precision_keep=(*keep[:1], "experts_*"))
@@ -220,7 +204,7 @@ def test_experts_that_stay_are_computed_as_they_are(eight):
     assert calls(jaxpr, "scaled_grouped_matmul") == 0 and calls(jaxpr, "scaled_matmul") > 0
 
 
-def test_one_of_the_two_matrices_is_not_kept_alone(eight):
+def test_one_of_the_two_matrices_is_not_kept_alone():
     keys = {"precision": "fp8_block", "precision_keep": ("experts_down",)}
     with pytest.raises(ValueError, match="precision_keep keeps experts_down, and of experts_gate_up, experts_down all"):
         dataclasses.replace(MIXTURE, **keys).build()

@@ -83,8 +83,9 @@ class SparseAttention(Attention):
         return replace(dense, token=dense.token + gates, mask=selected, beside=beside, of_text=True)
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32; of a chunk of
-        queries what XLA gathers."""
+        """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32. On TPUs, what XLA
+        gathers for a chunk of queries; on GPUs what kernels keep, which is the result and the lse of each branch and the chosen
+        blocks, and gradients of queries that are summed in float32."""
         m, shape = c.sparse, self._shape(c, share)
         alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
         gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
@@ -92,12 +93,18 @@ class SparseAttention(Attention):
         tokens, blocks = min(m.num_blocks * m.block_size, share.length), share.length // m.block_size
         of_keys, of_queries = shape.kv_heads * 2 * c.head_dim * tokens, shape.heads * (tokens + blocks + m.window)
         chunk = 4 * ARRAYS * min(GATHERED, share.tokens * (of_keys + of_queries))
+        kept = (
+            BRANCHES * (shape.out + 4 * share.tokens * shape.heads) + 4 * share.tokens * shape.kv_heads * m.num_blocks
+        )
         return replace(
             alone,
             saved=0,
             products=alone.products + gates,
             rest=alone.rest + gates + (whole if share.sequence > 1 else 0),
-            work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize + chunk,
+            work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize,
+            tpu_work=alone.tpu_work + chunk,
+            gpu_rest=alone.gpu_rest + kept,
+            gpu_work=alone.gpu_work + kept + 4 * shape.query // share.itemsize,
         )
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:

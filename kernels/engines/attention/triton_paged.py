@@ -300,8 +300,10 @@ def paged_merge_kernel(
     O: tl.constexpr,  # `Paged`
     BLOCK_P: tl.constexpr,  # pieces that are loaded at once
     BLOCK_ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """Merges the pieces of BLOCK_ROWS rows of a tile and head."""
+    """Merges the pieces of BLOCK_ROWS rows of a tile and head, and of BLOCK_C columns: so that pieces of wide rows are loaded
+    many at once as well."""
     G: tl.constexpr = O.N // O.K
     PARTS: tl.constexpr = (O.ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     head = tl.program_id(0) // PARTS % O.K
@@ -315,8 +317,8 @@ def paged_merge_kernel(
     first = first_of(tile, count, O)
     m = tl.program_id(0) % PARTS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = m < tl.minimum(count - first, O.QUERIES) * G
-    hv = tl.arange(0, O.BLOCK_V)
-    acc = tl.zeros([BLOCK_ROWS, O.BLOCK_V], tl.float32)
+    hv = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_C], tl.float32)
     row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     for p in range(0, split, BLOCK_P):
@@ -339,4 +341,4 @@ def paged_merge_kernel(
     tl.store(out_ptr + row[:, None] * O.HV + hv[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)
     if log_ptr is not None:
         lse = tl.where(some, row_max + tl.log2(tl.where(some, row_sum, 1.0)), float("-inf"))
-        tl.store(log_ptr + row, lse * LN2, mask=real)
+        tl.store(log_ptr + row, lse * LN2, mask=real & (tl.program_id(1) == 0))

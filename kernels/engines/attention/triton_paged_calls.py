@@ -36,8 +36,8 @@ LEAST_KEYS = 256
 REQUESTS = 1024
 # Programs of each head that fill rows without a request.
 FILLS = 16
-# Pieces that are merged at once, of rows up to WIDE; and rows, by those of a tile.
-PIECES, WIDE, ROWS = 32, 128, {FEW: 1, MANY: 8}
+# Pieces that are merged at once, and columns; and rows, by those of a tile.
+PIECES, COLUMNS, ROWS = 32, 128, {FEW: 1, MANY: 8}
 
 
 def bits_of(x: jax.Array) -> jax.Array:
@@ -255,19 +255,20 @@ def merged(
     results = (out,) if log is None else (out, log)
     if not o.PIECES:
         return results
-    rows = ROWS.get(o.BLOCK_M, 1)
+    rows, columns = ROWS.get(o.BLOCK_M, 1), min(o.BLOCK_V, COLUMNS)
     operands = (part, lse, requests.cuts, requests.lens, requests.starts, out, log)
     first = sum(x is not None for x in operands) - len(results)
     return triton_launch(
         paged_merge_kernel,
         *operands,
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results),
-        grid=(most_tiles(o) * o.K * triton.cdiv(o.ROWS, rows),),
+        grid=(most_tiles(o) * o.K * triton.cdiv(o.ROWS, rows), o.BLOCK_V // columns),
         num_warps=4,
         input_output_aliases={first + i: i for i in range(len(results))},
         O=o,
-        BLOCK_P=max(1, min(PIECES * WIDE // max(WIDE, o.BLOCK_V) // rows, power_of_two(o.PIECES))),
+        BLOCK_P=max(1, min(PIECES // rows, power_of_two(o.PIECES))),
         BLOCK_ROWS=rows,
+        BLOCK_C=columns,
     )
 
 
