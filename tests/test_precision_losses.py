@@ -1,0 +1,42 @@
+"""`benchmarks.precisions`: the table of losses, and runs that are compared."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import precisions
+
+
+def curve(last, steps=200):
+    return np.linspace(3.0, last, steps).round(4).tolist()
+
+
+def test_the_table_pairs_runs_of_one_seed(tmp_path):
+    """A precision that follows bfloat16 from every seed is as near as that, however far apart the seeds are."""
+    result = {"span": 100, "losses": {"bf16": [curve(2.0), curve(1.0)], "fp8_block": [curve(2.02), curve(1.01)]}}
+    bf16, block = precisions.table(result).splitlines()[2:]
+    mean = np.mean([2.2612 / 2.2462 - 1, 1.5 / 1.4925 - 1])
+    assert "apart" in bf16 and float(bf16.split("up to ")[1].split("%")[0]) == pytest.approx(50.2, abs=1)
+    shown, error = (float(x.strip(" +%")) for x in block.split("|")[3:5])
+    assert shown == pytest.approx(100 * mean, abs=0.1) and 0 < error < 0.2
+    result["losses"]["fp8_row"] = [curve(2.0)]
+    assert precisions.table(result).splitlines()[-1].endswith("+0.00% | one pair has none |")
+    precisions.draw(result, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_each_precision_is_trained_from_each_seed(tmp_path, monkeypatch):
+    asked = []
+
+    def losses_of(words, steps, recipe):
+        asked.append(words.split())
+        return curve(2.0, steps)
+
+    monkeypatch.setattr(precisions, "losses_of", losses_of)
+    precisions.main(["steps=200", "seeds=3", "precisions=fp8_row", "model.num_layers=2", f"out={tmp_path / 'x.json'}"])
+    seeds = [f"run.seed={n}" for n in range(3)]
+    runs = [["model.num_layers=2", f"model.precision={p}", seed] for p in ("bf16", "fp8_row") for seed in seeds]
+    assert asked == runs
+    losses = json.loads((tmp_path / "x.json").read_text())["losses"]
+    assert {name: len(of) for name, of in losses.items()} == {"bf16": 3, "fp8_row": 3}
