@@ -85,7 +85,8 @@ class SparseAttention(Attention):
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32. On TPUs, what XLA
         gathers for a chunk of queries; on GPUs what kernels keep, which is the result and the lse of each branch and the chosen
-        blocks, and gradients of queries that are summed in float32."""
+        blocks; gradients of queries in float32, of both branches that flash attention computes and their sum; and a branch's
+        cotangent and gradient."""
         m, shape = c.sparse, self._shape(c, share)
         alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
         gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
@@ -104,7 +105,7 @@ class SparseAttention(Attention):
             work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize,
             tpu_work=alone.tpu_work + chunk,
             gpu_rest=alone.gpu_rest + kept,
-            gpu_work=alone.gpu_work + kept + 4 * shape.query // share.itemsize,
+            gpu_work=alone.gpu_work + kept + 3 * (4 * shape.query // share.itemsize) + shape.out + shape.query,
         )
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
