@@ -28,6 +28,7 @@ from ejdist.generation.pages import Pages, bytes_on_device, check_count, ranks_o
 from ejdist.generation.requests import Request, Result, Token, ids_of, stops_of
 from ejdist.generation.sampling import Choices, Sampling, sample
 from ejdist.generation.served import Rows, Step, positions_of
+from ejdist.generation.sparse_step import units_of
 from ejdist.layout import current_layout, replicated, set_layout, sharding
 from ejdist.models.kept import Arrays, Cached
 from ejdist.models.model import Model
@@ -156,13 +157,17 @@ class Engine:
             for name, k in kept.items():
                 lead = (ranks, layers, self._pages.count // ranks, page) if k.per_token else (layers, self.slots)
                 leading = ["pages", "_", "_", "_"] if k.per_token else ["_", "_"]
-                of = [((*lead, *shape), leading + dims.split()) for shape, dims in k.arrays]
-                arrays[part][name] = tuple(
-                    jax.ShapeDtypeStruct(shape, dtype if k.per_token else np.float32) for shape, _ in of
-                )
+                of = [
+                    ((*lead, *shape), leading + dims.split(), dtype if k.per_token else np.float32)
+                    for shape, dims in k.arrays
+                ]
+                if k.block is not None and ranks == 1:
+                    units = units_of(page, k.block)
+                    of += [((*lead[:3], units, *x), leading + dims.split(), np.float32) for x, dims in k.arrays]
+                arrays[part][name] = tuple(jax.ShapeDtypeStruct(shape, kind) for shape, _, kind in of)
                 places[part][name] = tuple(
                     None if mesh is None else sharding(mesh, dims, activations, shape=shape, what=f"what {part} keeps")
-                    for shape, dims in of
+                    for shape, dims, _ in of
                 )
         placed = None if mesh is None else places
         self.cache_bytes = bytes_on_device(arrays, placed)

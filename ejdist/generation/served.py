@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from ejdist.generation.sparse_step import attended, summed
 from ejdist.models.kept import Kept
 from ejdist.models.ops import Ops
 from ejdist.operations import SHARDED
@@ -90,11 +91,18 @@ def _sparse_attention(
 ) -> tuple[jax.Array, Pages]:
     """Returns (native sparse attention of the new tokens over all of their requests, the pages with their keys and values).
 
-    The keys of a request are taken out of its pages, as many as the longest request has, so that its last one is at the end:
-    where the last query is. What is before its first is padding.
+    One token reads means, the blocks that it chooses and a window. For more, and where pages are spread and have no sums, the
+    keys of a request are taken out of its pages, as many as the longest request has, so that its last one is at the end: where
+    the last query is. What is before its first is padding.
     """
-    stacks, sizes, page = _appended(pages, row, rows, ops, key, value), pages[0].shape[1:3], pages[0].shape[3]
-    tables = _of_layer(rows.tables, row, *sizes)
+    (*both, page), sums = pages[0].shape[1:4], pages[2:]
+    stacks = _appended(pages[:2], row, rows, ops, key, value)
+    tables = _of_layer(rows.tables, row, *both)
+    flat = (x.reshape(-1, *x.shape[3:]) for x in sums)
+    sums = tuple(summed(x, stack, tables, rows) for x, stack in zip(flat, stacks))
+    after = tuple(x.reshape(old.shape) for x, old in zip((*stacks, *sums), pages, strict=True))
+    if sums and query.shape[1] == 1:
+        return attended(query, gates, stacks, sums, tables, rows, ops, **_without_ids(options)), after
     length = max(tables.shape[1] * page, query.shape[1])
     place = jnp.arange(length) - (length - rows.lengths[:, None])
     at = jnp.maximum(place, 0)
@@ -102,7 +110,7 @@ def _sparse_attention(
     whole = (ops.constrain(x.reshape(-1, *x.shape[2:])[entries], "B T K _") for x in stacks)
     ids = jnp.where(place >= 0, 0, -1).astype(jnp.int32)
     out = ops.native_sparse_attention(query, *whole, *gates, **_without_ids(options), segment_ids=ids)
-    return _of_real(out, rows), tuple(x.reshape(old.shape) for x, old in zip(stacks, pages, strict=True))
+    return _of_real(out, rows), after
 
 
 def _appended(pages: Pages, row: jax.Array, rows: Rows, ops: Ops, key: jax.Array, value: jax.Array) -> Pages:

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Traffic
 from ejdist.models.attention import Attention, scaled
 from ejdist.models.config import DecoderShape
+from ejdist.models.kept import Kept
 from ejdist.models.model import CAUSAL, Flops
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext
@@ -70,6 +71,9 @@ class SparseAttention(Attention):
             **scaled(ctx.config),
         )
         return checkpoint_name(out, "sparse_attention.out")
+
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        return {name: replace(kept, block=c.sparse.block_size) for name, kept in super().keeps(c).items()}
 
     def flops(self, c: DecoderShape) -> Flops:
         """Returns the FLOPs of the keys that are read: of the selected blocks, of one mean for each block before the query, and

@@ -22,10 +22,13 @@ class Kept:
     arrays: the shape and dims of each, of one token or of one request.
     per_token: a row for each token, in pages, in the compute dtype; else one state for each request, float32, which each step
       replaces: the operation takes it as `state` and returns it with `return_state`.
+    block: tokens of a block whose means the operation reads: beside the rows of a page are then their sums, float32, one for
+      each part that a page and a block have in common.
     """
 
     arrays: tuple[tuple[tuple[int, ...], str], ...]
     per_token: bool
+    block: int | None = None
 
     @classmethod
     def state(cls, shape: tuple[int, ...], dims: str) -> Kept:
