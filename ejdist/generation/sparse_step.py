@@ -26,7 +26,8 @@ def units_of(page: int, block: int) -> int:
 
 
 def summed(sums: jax.Array, stack: jax.Array, tables: jax.Array, rows: Rows) -> jax.Array:
-    """Returns the sums of pages, [all pages, units, K, H] float32, after a step that wrote the last tokens of each row.
+    """Returns the sums of pages, [all pages, units, K, H] float32, after a step that wrote the last tokens of each row. That of
+    a part which is not full yet may be anything: it is made anew with each token.
 
     Args:
       stack: the pages, [all pages, page, K, H]. tables: the numbers of each row's in it.
@@ -35,9 +36,7 @@ def summed(sums: jax.Array, stack: jax.Array, tables: jax.Array, rows: Rows) -> 
     touched = min((T + page - 2) // page + 1, tables.shape[1])  # by T tokens side by side
     number = (rows.lengths[:, None] - 1) // page - jnp.arange(touched)
     pages = jnp.take_along_axis(tables, jnp.maximum(number, 0), axis=1)
-    place = number[..., None] * page + jnp.arange(page)
-    tokens = jnp.where((place < rows.lengths[:, None, None])[..., None, None], stack[pages], 0).astype(jnp.float32)
-    parts = tokens.reshape(B, touched, sums.shape[1], -1, *sums.shape[2:]).sum(3)
+    parts = stack[pages].astype(jnp.float32).reshape(B, touched, sums.shape[1], -1, *sums.shape[2:]).sum(3)
     return sums.at[jnp.where(number >= 0, pages, sums.shape[0])].set(parts, mode="drop")
 
 

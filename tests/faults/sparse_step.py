@@ -6,13 +6,6 @@ STEP = "tests/test_sparse_step.py -k "
 
 FAULTS = (
     Fault(
-        "sparse step: sums of a page have tokens past the text",
-        "sparse_step:summed",
-        "$place < $rows.lengths[:, None, None]",
-        "$place >= 0",
-        f"{STEP} before",
-    ),
-    Fault(
         "sparse step: a chunk renews the sums of its last page alone",
         "sparse_step:summed",
         "min(($T + $page - 2) // $page + 1, $tables.shape[1])",
