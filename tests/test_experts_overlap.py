@@ -88,6 +88,22 @@ def test_what_halves_cannot_be_is_refused():
             check_sizes(sections, sections.model.build(), mesh)
 
 
+def test_where_nothing_is_exchanged_there_are_no_halves():
+    """Experts on one device, or on each: as `experts.overlap` is told to change nothing there, one row is enough."""
+    four, axes = make_mesh(ep=4, devices=jax.devices()[:4]), {"overlap": "halves"}
+    x = jnp.zeros((8, 3))
+    for mesh, own, count in (
+        (four, axes, 2),
+        (four, axes | {"axes": ("ep",)}, 2),
+        (four, axes | {"axes": ("sp",)}, 1),
+        (make_mesh(fsdp=4, devices=jax.devices()[:4]), axes, 1),
+        (make_mesh(devices=jax.devices()[:1]), axes, 1),
+    ):
+        assert len(jax.eval_shape(bind_ops(mesh, experts=own).halved, x)) == count, (mesh.shape, own)
+    sections = compose(["recipe=moe", "mesh.ep=1", "mesh.fsdp=4", "experts.overlap=halves", "data.global_batch=4"])
+    check_sizes(sections, sections.model.build(), make_mesh(fsdp=4, devices=jax.devices()[:4]))
+
+
 def step(name, overlap, **options):
     """Returns (loss, metrics, gradients) of a microbatch over four devices that have the experts between them."""
     c = dataclasses.replace(STYLES[name], compute_dtype="float32", **options)

@@ -329,7 +329,8 @@ class Experts(Part):
         eight = in_8_bits * 3 * m.num // ranks * c.model_dim * m.ffn_dim // share.features
         rest = 2 * shape.wide + 3 * shape.narrow + 3 * shared + eight
         work = memory_of(share.dispatch, shape) + 5 * shared + 3 * x + 4 * x // share.itemsize + 2 * eight
-        return PartBytes(choices, 0, products=0, rest=rest, work=work)
+        tpu_work = share.dispatch.tpu_memory(shape)
+        return PartBytes(choices, 0, products=0, rest=rest, work=work, tpu_work=tpu_work)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         sent = share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient

@@ -8,6 +8,20 @@ HALVES = f"{TESTS} -k 'halves_are_the_batch and mixtral'"
 CHUNKS = "tests/test_experts_choice.py -k chunks"
 
 FAULTS = (
+    Fault(
+        "halves: where nothing is exchanged too",
+        "bind_ops",
+        "any(($mesh.shape.get($a, 1) > 1 for $a in $axes))",
+        "True",
+        f"{TESTS} -k nothing_is_exchanged",
+    ),
+    Fault(
+        "halves: a row on one device is refused",
+        "ExpertsSection.overlaps",
+        "any(($sizes.get($axis, 1) > 1 for $axis in self.axes))",
+        "True",
+        f"{TESTS} -k nothing_is_exchanged",
+    ),
     Fault("halves: the balance loss is the sum of both", "of_all", "$balance != 'sequence'", "False", STATISTICS),
     Fault(
         "halves: the global load is that of the batch",
