@@ -86,8 +86,8 @@ def alone(scheme, tokens, order, documents="4096"):
 
 
 def recorded(kind, ranks):
-    """Returns (tokens, documents) -> (scheme, order) -> milliseconds, forward and backward, of every scheme that was recorded on
-    so many devices of a kind with the heads of the 8B model: of all of them, else of the busiest one of eight, with the
+    """Returns (tokens, documents) -> (scheme, order) -> milliseconds, forward and backward, of every scheme that was recorded
+    on so many devices of a kind with the heads of the 8B model: of all of them, else of the busiest one of eight, with the
     transfers that a rank alone does not make at the rates of links that were measured. A gather from before it came in groups
     of heads waits for what groups wait for, as on two H200s, in the place of what it waited for then."""
     found: dict = {}
@@ -136,7 +136,7 @@ def test_what_auto_takes_is_within_a_twentieth_of_the_best_that_was_recorded(kin
     assert len(shapes) >= count
     for (tokens, documents), took in shapes.items():
         words = f"{PACKED}{ranks * tokens} mesh.sp={ranks} sequence.order="
-        expected, held = {}, {}
+        expected = {}
         for scheme, order in sorted(took, key=lambda pair: [*SCHEMES].index(pair[0])):
             one = (words + order).replace("scheme=auto", f"scheme={scheme}")
             if SCHEMES[scheme].timed:
