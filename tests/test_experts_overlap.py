@@ -137,6 +137,16 @@ def test_a_plan_knows_the_memory_of_halves():
     assert two.classes["gathered weights"] == 2 * 16 * 3 * 2048 * 768 and "gathered weights" not in one.classes
 
 
+def test_a_search_takes_halves_where_a_device_has_two_rows():
+    """Whichever batch of a mesh is looked at first."""
+    target, sections = target_of(None, 8, "h200", None), compose([*LAYERS.split(), "experts.overlap=halves"])
+    plan = candidate_of(sections, mesh_shape(sections.mesh.sizes, 8))
+    few, parts = (dataclasses.replace(plan, **one) for one in ({"global_batch": 8}, {"accumulation": 2}))
+    for order in ((few, plan, parts), (plan, parts, few)):
+        predictor = Predictor(sections, target)
+        assert {one for one in order if predictor(one) is not None} == {plan}
+
+
 def test_a_plan_knows_what_halves_hide():
     """Shares of the exchange that wait, by the schedules that were compiled; no more than without halves."""
     shared = "model.experts.shared_dim=768"

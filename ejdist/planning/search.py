@@ -32,6 +32,7 @@ from ejdist.planning.candidates import (
     candidates,
     details,
     products,
+    rows_over,
     savings_searched,
     ways,
 )  # fmt: skip
@@ -99,6 +100,9 @@ class Predictor:
     def __call__(self, candidate: Candidate, room: float = math.inf) -> Memory | Predicted | None:
         """Returns the prediction; memory alone where that is more than `room`, None for what is not legal."""
         s = candidate.applied(self.sections)
+        rows = s.data.global_batch // s.accumulation // rows_over(candidate.sizes)
+        if s.experts.overlaps(candidate.sizes) and rows < 2:  # which hangs on the batch, as nothing below does
+            return None
         if candidate.mesh not in self._held:
             try:
                 self._held[candidate.mesh] = self._legal(s, candidate)

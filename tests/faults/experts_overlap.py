@@ -30,6 +30,13 @@ FAULTS = (
         f"{TESTS} -k halves_hide",
     ),
     Fault(
+        "halves: a search takes them of one row",
+        "Predictor.__call__",
+        "$s.experts.overlaps($candidate.sizes) and $rows < 2",
+        "False",
+        f"{TESTS} -k search_takes_halves",
+    ),
+    Fault(
         "halves: a plan sends twice as much",
         "Experts.traffic",
         "$share.tokens // $parts",
