@@ -4,7 +4,8 @@
 Each case is a recipe on devices that need not be there: its memory is predicted, and its step is compiled for them; both are
 of a device. A case's row is written as soon as it is done, in place of the one before; case=all makes all of them. Then step
 times are predicted for every training step in results/steps, with the (query, key) pairs that were there, and put beside the
-measured ones. write=true puts the tables into README.md beside this file; case=none compiles nothing.
+measured ones. case=none compiles nothing. write=true puts the tables into README.md beside this file, after it has predicted
+every case again.
 """
 
 from __future__ import annotations
@@ -144,13 +145,29 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
 }
 
 
-def compiled_row(name: str) -> dict[str, Any]:
-    """Returns the bytes of a device, predicted and compiled, of a case."""
+def case_of(name: str) -> tuple[str, Any, Any, Any, Any]:
+    """Returns of a case (its recipe, the target, the sections, the candidate, what is predicted of it)."""
     where, words = CASES[name]
     target = target_of(where, None, None, None) if isinstance(where, str) else target_of(None, *where, None)
     sections = compose(words.split())
     candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
-    expected = Predictor(sections, target).checked(candidate)
+    return words, target, sections, candidate, Predictor(sections, target).checked(candidate)
+
+
+def predicted_of(memory: Any, compiled: int) -> dict[str, Any]:
+    """Returns what a row says of a prediction, beside so many bytes compiled."""
+    predicted = {
+        "bytes": memory.total,
+        "arguments": memory.arguments,
+        "host": memory.host,
+        "of": memory.classes,
+    }
+    return {"predicted": predicted, "error": memory.total / compiled - 1}
+
+
+def compiled_row(name: str) -> dict[str, Any]:
+    """Returns the bytes of a device, predicted and compiled, of a case."""
+    words, target, sections, candidate, expected = case_of(name)
     start = time.process_time()
     made = compiled_step(candidate.applied(sections), target)
     return {
@@ -165,13 +182,7 @@ def compiled_row(name: str) -> dict[str, Any]:
             "temporaries": made.temporaries,
             "host": made.host,
         },
-        "predicted": {
-            "bytes": expected.memory.total,
-            "arguments": expected.memory.arguments,
-            "host": expected.memory.host,
-            "of": expected.memory.classes,
-        },
-        "error": expected.memory.total / made.peak - 1,
+        **predicted_of(expected.memory, made.peak),
         "compile_seconds": made.compile_seconds,
         "compile_cpu_seconds": time.process_time() - start,
         "jax": jax.__version__,
@@ -251,6 +262,9 @@ def main(argv: list[str]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{name}: {made['error']:+.1%} in {made['compile_seconds']:.0f} s", flush=True)
+    if o["write"] == "true":
+        rows = {n: r | predicted_of(case_of(n)[-1].memory, r["compiled"]["bytes"]) for n, r in rows.items()}
+        out.write_text(json.dumps(rows, indent=1) + "\n")
     text = tables(rows)
     print(text)
     if o["write"] == "true":

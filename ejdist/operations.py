@@ -16,7 +16,7 @@ from ejdist.experts import FUNCTIONS as EXPERTS
 from ejdist.experts import MODULES as EXPERT_MODULES
 from ejdist.experts import moe
 from ejdist.experts.halves import NONE, halved, joined
-from ejdist.layout import check_dims, constrain, gather
+from ejdist.layout import check_dims, constrain, current_layout, gather
 from ejdist.models.ops import Ops
 from ejdist.order import Order, platform_of
 from ejdist.projection import project, project_all, project_mlp
@@ -129,7 +129,11 @@ def bind_ops(
             n: options[n] for n in ("dispatch", "buffer", "chunks", "capacity", "exchange", "max_ranks") if n in options
         },
     }
-    functions["halved"] = functools.partial(halved, mesh=mesh, overlap=options.get("overlap", NONE))
+    # Where nothing is exchanged nothing runs beside an exchange.
+    axes = options.get("axes") or current_layout().activations["E"]
+    exchanged = mesh is not None and any(mesh.shape.get(a, 1) > 1 for a in axes)
+    overlap = options.get("overlap", NONE) if exchanged else NONE
+    functions["halved"] = functools.partial(halved, mesh=mesh, overlap=overlap)
     functions["joined"] = functools.partial(joined, mesh=mesh)
     functions["moe"] = functools.partial(moe, stored_weights=True, on_choice=on_choice, **on, **where)
 

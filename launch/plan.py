@@ -172,8 +172,9 @@ def plan_of(
     """
     from ejdist.planning.candidates import SEARCHED
     from ejdist.planning.expert_axes import compared
+    from ejdist.planning.nearest import nearest
     from ejdist.planning.ranking import why_later
-    from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
+    from ejdist.planning.search import Predictor, as_given, overrides_text, search
 
     wide, notes = searches(args, sections, pinned, target.count), len(compiler.notes)
     predictor = Predictor(sections, target, measured, documents)

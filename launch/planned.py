@@ -160,7 +160,9 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
     if r.get("nearest") == []:
         lines.append("no plan with one change fits either: change several keys, or use a smaller model")
     for near in r.get("nearest", ()):
+        p, rate = near["predicted"], predicted["tokens_per_second"]
         lines.append(
-            f"would fit, with {near['changed']} (predicted {near['predicted']['bytes'] / GIB:.1f} GiB): {near['overrides']}"
+            f"would fit, with {near['changed']} (predicted {p['bytes'] / GIB:.1f} GiB, {p['tokens_per_second']:,.0f} tokens/s, "
+            f"{p['tokens_per_second'] / rate - 1:+.1%}): {near['overrides']}"
         )
     return lines

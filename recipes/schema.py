@@ -19,7 +19,9 @@ from typing import Any
 from ejdist.cluster.section import ClusterSection
 from ejdist.mesh import SEQUENCE_AXES
 from ejdist.models.decoder import DecoderConfig, decoder_type
+from ejdist.models.parts import PARTS
 from ejdist.registered import LOSS, OPTIMIZER, PluginError, entry_of, grown, sections_of
+from ejdist.training.attending import by_scheme
 from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.optimizer import MUON, OptimizerSection
 from ejdist.training.program import TrainSections
@@ -201,13 +203,21 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         others = [name for name in sections_of(kind) if name != chosen]
         why |= {f"{where}{name}.": f"{where}name = {chosen}" if where else f"loss = {chosen}" for name in others}
     several = (
-        ("experts", recipe.experts.axes, ("exchange", "dispatch", "chunks", "buffer", "max_ranks")),
+        ("experts", recipe.experts.axes, ("exchange", "dispatch", "chunks", "buffer", "max_ranks", "overlap")),
         ("sequence", SEQUENCE_AXES, [f.name for f in dataclasses.fields(recipe.sequence) if f.name != "verify"]),
     )
     for section, axes, names in several:
         if not recipe.curriculum and all(recipe.mesh.sizes[axis] == 1 for axis in axes):
             reason = f"one device has all of it, {', '.join(f'mesh.{axis} = 1' for axis in axes)}"
             why |= dict.fromkeys((f"{section}.{name}" for name in names), reason)
+    if parts <= PARTS.keys() and not by_scheme(model):
+        reason = "no layer attends by a scheme: sparse attention gathers its keys, and recurrences pass a state on"
+        ways = [
+            f"sequence.{f.name}"
+            for f in dataclasses.fields(recipe.sequence)
+            if f.name not in ("order", "stripe", "verify")
+        ]
+        why = dict.fromkeys(ways, reason) | why
     if not recipe.lora.rank:
         why["lora."] = "lora.rank = 0 trains all parameters"
     if recipe.optimizer.schedule != "wsd":

@@ -526,6 +526,31 @@ def test_a_dispatch_without_costs_is_refused_by_name():
             ask(Windowed(), shape)
 
 
+def test_further_passes_need_more_on_tpus():
+    """Rows of 16 numbers in bfloat16, between products 8; of eight experts a rank of four has two. Where there is room for all
+    that can arrive there is no loop."""
+    shape = ExchangeShape((("ep", 4),), 64, 2, 16, 8, 2, 1.25, num_experts=8)
+    dense, ragged, levels = (DISPATCHES[name]() for name in ("all_to_all", "ragged_all_to_all", "two_level"))
+    missed = math.prod((8 - 2 - i) / (8 - i) for i in range(2))
+    flat = math.ceil(1.25 * 64 * 4 * (1 - missed))
+    for scheme, rows in ((dense, 4 * math.ceil(flat / 4)), (ragged, flat)):
+        assert scheme.arrived(shape) == [rows]
+        # Rows, cotangents, in float32 a sum of passes and one of this pass, and the rows of a choice; of experts what is
+        # gathered, weighed, and gradients; between products a gradient of two and what a product reads.
+        live = rows * 16 * (2 + 2 + 4 + 4 + 2) + 160 * 16 * 2 * 3 + 160 * 8 * 2 * 3
+        live += 2 * 4 * 2 * 3 * 16 * 8 + 5 * rows * 4 * 128  # two sums of three matrices, and numbers beside rows
+        assert scheme.memory(shape) + scheme.tpu_memory(shape) == live
+    over = dataclasses.replace(shape, over=(("dp", 2), ("ep", 2)))
+    outer, inner = levels.arrived(over)
+    assert outer <= 2 * 64 and inner >= flat and levels.tpu_memory(over) > dense.tpu_memory(over)
+    whole = dataclasses.replace(shape, buffer=4.0)
+    assert dense.tpu_memory(whole) == ragged.tpu_memory(whole) == 0 == DISPATCHES["all_gather"]().tpu_memory(shape)
+    on, c = share_of(experts=(("ep", 4),)), compose(MIXED.split()).model
+    m = c.experts
+    sent = on.exchange(m.top_k, c.model_dim, m.ffn_dim // on.features, m.num)
+    assert PARTS["experts"].memory(c, on).tpu_work == dense.tpu_memory(sent) > 0
+
+
 def test_auto_compares_a_new_dispatch_by_its_own_cost(monkeypatch):
     class Nearby(AllToAll):
         def dispatch(self, job, window, x):
@@ -698,3 +723,23 @@ def test_schemes_by_hand():
     assert sent == Ring().cost(inner).bytes == {("cp", PERMUTE): 1 * 2 * 100 + 100}
     assert Ulysses().memory(both).work == Ring().memory(inner).work + 100 + 100 + 150 + 2 * 16
     assert Ulysses(AllGather()).cost(both).bytes[("cp", ALL_GATHER)] == 2 * 100
+
+
+@pytest.mark.parametrize(
+    "model", ["sparse_nano", "hybrid_nano model.qk_norm=false model.layer_pattern=[gated_delta+mlp]"]
+)
+def test_where_no_layer_attends_by_a_scheme_a_plan_begins_as_a_run(model):
+    """Layers that gather keys in the order of the text, or pass a state on: all schemes are alike, and the order is that of the
+    text; a layer of full attention beside them brings the search back."""
+    sections = compose([*DENSE.split(), "sequence.scheme=auto", *f"model={model}".split()])
+    axes, mesh = (("sp", 4),), tuple({"fsdp": 2, "sp": 4}.get(axis, 1) for axis in AXES)
+    assert orders_searched(sections, axes)[0] == "contiguous" != orders_searched(compose(DENSE.split()), axes)[0]
+    tried = [*ways(sections, mesh, {ORDER})]
+    assert {scheme for scheme, _, _ in tried} == {"ring"}
+    plan = candidate_of(sections, dict(zip(AXES, mesh, strict=True)))
+    assert plan.order == "contiguous" and Predictor(sections, TPU).as_a_run(plan).order == "contiguous"
+    assert not [*products(sections, plan, ())] and not [*details(sections, plan, ())]
+    sections.sequence.scheme = "ulysses"
+    assert {scheme for scheme, _, _ in ways(sections, mesh, {ORDER})} == {None}
+    sections.model = dataclasses.replace(sections.model, layer_pattern=(*sections.model.layer_pattern, "full+mlp"))
+    assert len({scheme for scheme, _, _ in ways(sections, mesh, {ORDER})}) > 2

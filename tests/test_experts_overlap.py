@@ -11,10 +11,14 @@ from test_moe_model import STYLES, batch_of, state_of
 from ejdist.experts import route
 from ejdist.experts.halves import halved, joined, of_all
 from ejdist.experts.section import ExpertsSection
-from ejdist.mesh import make_mesh
+from ejdist.mesh import make_mesh, mesh_shape
 from ejdist.models.decoder import loss
 from ejdist.models.model import StepContext
 from ejdist.operations import bind_ops
+from ejdist.planning.candidates import candidate_of
+from ejdist.planning.search import Predictor
+from ejdist.planning.step_time import EXCHANGE
+from ejdist.planning.targets import target_of
 from ejdist.sections import validate
 from ejdist.training.program import check_sizes
 from recipes.schema import compose
@@ -86,6 +90,78 @@ def test_what_halves_cannot_be_is_refused():
             ValueError, match=r"experts.overlap = 'halves' halves the rows of a device, which has 1 of a micro"
         ):
             check_sizes(sections, sections.model.build(), mesh)
+
+
+def test_where_nothing_is_exchanged_there_are_no_halves():
+    """Experts on one device, or on each: as `experts.overlap` is told to change nothing there, one row is enough."""
+    four, axes = make_mesh(ep=4, devices=jax.devices()[:4]), {"overlap": "halves"}
+    x = jnp.zeros((8, 3))
+    for mesh, own, count in (
+        (four, axes, 2),
+        (four, axes | {"axes": ("ep",)}, 2),
+        (four, axes | {"axes": ("sp",)}, 1),
+        (make_mesh(fsdp=4, devices=jax.devices()[:4]), axes, 1),
+        (make_mesh(devices=jax.devices()[:1]), axes, 1),
+    ):
+        assert len(jax.eval_shape(bind_ops(mesh, experts=own).halved, x)) == count, (mesh.shape, own)
+    sections = compose(["recipe=moe", "mesh.ep=1", "mesh.fsdp=4", "experts.overlap=halves", "data.global_batch=4"])
+    check_sizes(sections, sections.model.build(), make_mesh(fsdp=4, devices=jax.devices()[:4]))
+
+
+LAYERS = (
+    "recipe=moe_long_context model=qwen3_30b_a3b model.num_layers=4 model.vocab_size=8192 data.sequence_length=8192 mesh.ep=8 "
+    "mesh.sp=1 data.global_batch=16 experts.dispatch=all_to_all"
+)
+
+
+def planned(words):
+    """Returns what is predicted of four layers of Qwen3-30B-A3B's shape over eight H200s."""
+    target, sections = target_of(None, 8, "h200", None), compose([*LAYERS.split(), *words.split()])
+    return Predictor(sections, target).checked(candidate_of(sections, mesh_shape(sections.mesh.sizes, 8)))
+
+
+def test_a_plan_knows_the_memory_of_halves():
+    """As compiled for them, in MiB, within a tenth: what is saved, and the rest of it."""
+    for scan, plain, halves in (("true", 12951, 11338), ("false", 12139, 10756)):
+        words = f"model.scan_layers={scan} experts.overlap="
+        one, two = (planned(words + name).memory for name in ("none", "halves"))
+        assert one.total / 2**20 == pytest.approx(plain, rel=0.1) and two.total / 2**20 == pytest.approx(
+            halves, rel=0.1
+        )
+        assert (one.total - two.total) / 2**20 == pytest.approx(plain - halves, rel=0.35)
+    assert {n: one.classes[n] - two.classes.get(n, 0) for n in ("activations kept", "gradients")} == {
+        "activations kept": 0,
+        "gradients": 0,
+    }
+    # A layer's gradients of one half: those of sixteen experts, gathered over no axis.
+    assert two.classes["gathered weights"] == 2 * 16 * 3 * 2048 * 768 and "gathered weights" not in one.classes
+
+
+def test_a_search_takes_halves_where_a_device_has_two_rows():
+    """Whichever batch of a mesh is looked at first."""
+    target, sections = target_of(None, 8, "h200", None), compose([*LAYERS.split(), "experts.overlap=halves"])
+    plan = candidate_of(sections, mesh_shape(sections.mesh.sizes, 8))
+    few, parts = (dataclasses.replace(plan, **one) for one in ({"global_batch": 8}, {"accumulation": 2}))
+    for order in ((few, plan, parts), (plan, parts, few)):
+        predictor = Predictor(sections, target)
+        assert {one for one in order if predictor(one) is not None} == {plan}
+
+
+def test_a_plan_knows_what_halves_hide():
+    """Shares of the exchange that wait, by the schedules that were compiled; no more than without halves."""
+    shared = "model.experts.shared_dim=768"
+    for words, times in (
+        (f"model.scan_layers=false {shared}", 1 / 8),
+        (f"model.scan_layers=true {shared}", 1),
+        ("model.scan_layers=false", 1),
+        ("model.scan_layers=true", 1),
+    ):
+        one, two = (planned(f"{words} experts.overlap={name}").time for name in ("none", "halves"))
+        assert two.seconds[EXCHANGE] / one.seconds[EXCHANGE] == pytest.approx(times, rel=2e-3), words
+        assert two.exchange[0] == pytest.approx(one.exchange[0], rel=1e-3)
+        assert two.seconds["passes over memory"] > one.seconds["passes over memory"]
+        assert two.seconds["collectives, exposed"] == pytest.approx(one.seconds["collectives, exposed"])
+        assert two.waits_exchange == two.seconds[EXCHANGE] and two.waited == one.waited
 
 
 def step(name, overlap, **options):

@@ -93,7 +93,12 @@ def test_a_step_that_does_not_fit_says_so_and_what_would(compiler, capsys):
     compiler.peak = 97 << 30
     assert main(["topology=v5p:4x4x4", *LARGE, "mesh.fsdp=8", "mesh.sp=8"]) == 1
     said = capsys.readouterr().out
-    assert "97.00 GiB of 95 GiB: DOES NOT FIT" in said and "would fit, with" in said
+    assert "97.00 GiB of 95 GiB: DOES NOT FIT" in said
+    (line,) = re.findall(r"would fit, with fewer tokens (\(.*\)): data.sequence_length=65536", said)
+    size, rate, times = re.fullmatch(r"\(predicted ([\d.]+) GiB, ([\d,]+) tokens/s, \+(\d+\.\d)%\)", line).groups()
+    own = float(re.search(r"step time, predicted: .* s, ([\d,]+) tokens/s", said)[1].replace(",", ""))
+    assert float(size) < 95 and float(rate.replace(",", "")) / own - 1 == pytest.approx(float(times) / 100, abs=1e-3)
+    assert float(times) > 1
 
 
 def test_a_plan_is_searched_and_given_keys_stay(compiler, capsys):

@@ -21,12 +21,12 @@ from ejdist.planning.compiled import Compiled, DoesNotFit
 from ejdist.planning.links import Links
 from ejdist.planning.measured import MeasuredAxis
 from ejdist.planning.memory import held, memory
+from ejdist.planning.nearest import nearest
 from ejdist.planning.ranking import ranked
 from ejdist.planning.search import (
     MARGIN,
     Predictor,
     as_given,
-    nearest,
     search,
 )
 from ejdist.planning.share import share_of
@@ -360,6 +360,33 @@ def test_the_nearest_plans_that_fit():
     assert all(p.memory.total * (1 + MARGIN) <= target.chip.memory for p, _ in found.values())
 
 
+def test_what_keeps_the_tokens_and_the_devices_is_told_first():
+    """A complete recipe that does not fit: another remat policy, more microbatches, with both where neither is enough, and then
+    with what saves memory of the optimizer."""
+    target = target_of(None, 8, "h100", None)
+
+    def told(words):
+        sections = compose(f"recipe=long_context mesh.sp=1 mesh.fsdp=8 {words}".split())
+        return {what: (p, new) for what, p, new in nearest(sections, target, SEARCHED)}
+
+    found = told("model=8b data.sequence_length=32768 data.global_batch=32")
+    assert list(found)[:2] == ["another remat policy", "more microbatches"]
+    assert found["another remat policy"][1] == {REMAT_KEY: "full"}
+    assert found["more microbatches"][1] == {"accumulation": "2"}
+    assert found["more microbatches"][0].tokens == 2**20
+    # One row a device, of which nothing is cut.
+    found = told("model=8b data.sequence_length=262144 data.global_batch=8")
+    assert found["another remat policy"][1][REMAT_KEY].startswith("offload") and "more microbatches" not in found
+    found = told("model=8b data.sequence_length=262144 data.global_batch=32")
+    both, new = found["another remat policy and more microbatches"]
+    assert (
+        {*new} == {REMAT_KEY, "accumulation"} and int(new["accumulation"]) > 1 and both.candidate.remat != "attention"
+    )
+    found = told("model=8b model.num_layers=160 data.sequence_length=8192 data.global_batch=8")
+    assert next(iter(found)) == "the optimizer's memory saved"
+    assert found["the optimizer's memory saved"][1]["optimizer.offload"] == "host"
+
+
 def test_no_plan_for_hosts_of_which_one_has_fewer_gpus():
     sections = compose(["recipe=long_context", "model=8b", "data.sequence_length=131072", "data.global_batch=24"])
     sections.model.remat, sections.mesh.fsdp = "attention", 6
@@ -491,7 +518,8 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "plans" / "p
 
 
 def test_predictions_are_within_a_twentieth_of_what_compilers_said():
-    """The committed results, predicted again by the code as it is; four of them are farther off."""
+    """The committed results, predicted again by the code as it is; three of them are farther off. Of Kimi Linear XLA for GPUs
+    turns a whole stack of what is kept, and makes residuals of other layers of a round again before they are read."""
     from benchmarks.plan import CASES
 
     rows = json.loads(RESULTS.read_text())
@@ -500,7 +528,7 @@ def test_predictions_are_within_a_twentieth_of_what_compilers_said():
         where, words = CASES[name]
         target = target_of(where, None, None, None) if isinstance(where, str) else target_of(None, *where, None)
         error = predicted(words, target).memory.total / row["compiled"]["bytes"] - 1
-        assert abs(error) < (0.11 if name in ("8b_8k_lora", "8b_8k_tp", "235b_128k", "deepseek_v3_8k") else 0.05), (
+        assert abs(error) < (0.11 if name in ("8b_8k_lora", "8b_8k_tp", "kimi_linear_32k_h200") else 0.05), (
             name,
             error,
         )

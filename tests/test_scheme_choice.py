@@ -1,7 +1,9 @@
 """`sequence.scheme=auto`: what is chosen, for which devices and data, and what of it was measured."""
 
 import dataclasses
+import functools
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from small_run import TINY, run
 from benchmarks.comparisons import sequence_auto
 from benchmarks.sequence.calls import segment_ids
 from ejdist.documents import Documents
+from ejdist.experts.choice import links_of
 from ejdist.mesh import make_mesh
 from ejdist.models.lora import build
 from ejdist.planning.search import Predictor, as_given
@@ -19,13 +22,14 @@ from ejdist.planning.step_time import KEYS
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape
 from ejdist.sequence.scheme import WAITED
-from ejdist.sequence.schemes import AllGather, Halo, Ring, Ulysses
+from ejdist.sequence.schemes import SCHEMES, AllGather, Halo, Ring, Ulysses
 from ejdist.training import attending, choices
 from ejdist.training.choices import choose_pair, resolve
 from ejdist.training.curriculum import stages_of
 from recipes.schema import compose
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "sequences"
+IN_GROUPS = "2026-11-29"  # rows of an all-gather from before have keys at once
 GATHERED = AttentionShape((("sp", 4),), 3, *(2**20,) * 5, 32, 8, 2, tiles=1024)
 PACKED = "sequence.scheme=auto model=8b model.num_layers=1 data.global_batch=1 data.sequence_length="
 
@@ -79,6 +83,66 @@ def alone(scheme, tokens, order, documents="4096"):
     """Returns the seconds that are expected of a scheme over four H200s."""
     words = f"{PACKED}{tokens} mesh.sp=4 sequence.order={order}".replace("scheme=auto", f"scheme={scheme}")
     return next(iter(chosen(words, documents=documents, rows=1).seconds.values()))
+
+
+def recorded(kind, ranks):
+    """Returns (tokens, documents) -> (scheme, order) -> milliseconds, forward and backward, of every scheme that was recorded
+    on so many devices of a kind with the heads of the 8B model: of all of them, else of the busiest one of eight, with the
+    transfers that a rank alone does not make at the rates of links that were measured. A gather from before it came in groups
+    of heads waits for what groups wait for, as on two H200s, in the place of what it waited for then."""
+    found: dict = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        file = json.loads(path.read_text())
+        for name, row in file["rows"].items() if file["device"] == kind else ():
+            alike = "window" not in name and ("32/8 x 128" in name or "/" not in name)
+            if row["kind"] not in ("split", "rank") or row.get("ranks", file["ranks"]) != ranks or not alike:
+                continue
+            if (scheme := row["scheme"]) is None:
+                continue
+            of = {n: row.get(n) for n in ("scheme", "order", "tokens", "documents", "direction")}
+            ms = row["whole_ms"][1]
+            if (scheme, row["kind"]) == ("all_gather", "split") and file["date"] < IN_GROUPS and "exposed_ms" in row:
+                (sent,) = [r for r in file["rows"].values() if r["kind"] == "exchange" and of.items() <= r.items()]
+                shape = dataclasses.replace(GATHERED, over=(("sp", ranks),), tiles=row["tokens"] // 128)
+                ms += AllGather().waited(shape) * sent["whole_ms"][1] - row["exposed_ms"]
+            if row["kind"] == "rank" and row["direction"] == "backward":
+                ms += 1e3 * waits(of, kind, ranks)
+            documents = "one" if of["documents"] in (None, "none") else of["documents"]
+            sums = found.setdefault((row["tokens"], documents), {})
+            sums.setdefault((scheme, row["order"]), {})[row["direction"]] = ms
+    whole = {shape: {pair: sum(parts.values()) for pair, parts in of.items() if "both" in parts or len(parts) == 2}
+             for shape, of in found.items()}  # fmt: skip
+    return {shape: of for shape, of in whole.items() if len({scheme for scheme, _ in of}) > 1}
+
+
+def waits(of, kind, ranks):
+    """Returns the seconds that a rank waits for transfers."""
+    words = f"{PACKED}{ranks * of['tokens']} mesh.sp={ranks} sequence.order={of['order']}"
+    sections = compose(words.replace("scheme=auto", f"scheme={of['scheme']}").split())
+    device = SimpleNamespace(device_kind=kind, platform="gpu")
+    mesh = SimpleNamespace(shape={"sp": ranks}, devices=np.array([device]))
+    order = sections.sequence.over(ranks, sections.data.sequence_length, "gpu")
+    seconds = functools.partial(attending.alone_seconds, sizes=mesh.shape, links=links_of(kind))
+    return attending.waited(sections.model, attending.share_of(sections, mesh, order), math.inf, seconds, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "count"),
+    [("NVIDIA H200", 2, 1), ("NVIDIA H200", 4, 2), ("NVIDIA H200", 8, 2), ("NVIDIA H100 80GB HBM3", 4, 1)],
+)
+def test_what_auto_takes_is_within_a_twentieth_of_the_best_that_was_recorded(kind, ranks, count):
+    """Of the schemes and orders that were recorded at a shape."""
+    shapes = recorded(kind, ranks)
+    assert len(shapes) >= count
+    for (tokens, documents), took in shapes.items():
+        words = f"{PACKED}{ranks * tokens} mesh.sp={ranks} sequence.order="
+        expected = {}
+        for scheme, order in sorted(took, key=lambda pair: [*SCHEMES].index(pair[0])):
+            one = (words + order).replace("scheme=auto", f"scheme={scheme}")
+            if SCHEMES[scheme].timed:
+                expected |= chosen(one, kind, documents, rows=1, sp=ranks).seconds
+        pick, *_ = attending.ranked_pairs(expected, dict.fromkeys(expected, 1))
+        assert took[pick] <= 1.05 * min(took.values()), (tokens, documents, pick, took, expected)
 
 
 def test_keys_in_groups_of_heads_wait_for_the_first():

@@ -37,6 +37,8 @@ from ejdist.experts.rows import (
     wide,
 )
 
+LANES = 128  # numbers of a row of registers of a TPU, to which arrays are padded there
+
 
 class Turn(NamedTuple):
     """The rows of one chunk of a pass.
@@ -325,3 +327,23 @@ class ByRank(Scheme):
         of the rows that travel: cotangents and gradients, sent and arrived."""
         travelling = max(rows for _, _, rows, _ in self.travel(shape))
         return 3 * shape.wide + 5 * shape.narrow + 4 * int(travelling * shape.row)
+
+    def arrived(self, shape: ExchangeShape) -> list[int]:
+        """Returns the rows that a pass has room for where they arrive, level by level."""
+        raise NotImplementedError
+
+    def tpu_memory(self, shape: ExchangeShape) -> int:
+        """Further passes need the most, and their loops are in the program whether a step makes them or not. In the innermost
+        are live the rows that arrived and their cotangents, at each level the sums of gradients in float32 so far, of rows and
+        of matrices; and this pass's own: its sum in float32, with the rows of one choice on their way there. A kernel for GPUs
+        makes that sum in the dtype of the rows, and reads rows of experts where they are."""
+        levels, own = self.arrived(shape), shape.own(shape.ranks) or 0
+        columns = min(shape.top_k, own or shape.top_k)
+        if levels[0] >= shape.ranks * shape.tokens and self.rooms(shape, 1)[-1] >= levels[-1] * columns:
+            return 0  # there is room for all that can arrive
+        row, wide = shape.row, 4 * shape.width
+        rows = sum(n * (2 * row + wide) for n in levels) + levels[-1] * (wide + row)
+        matrices = (1 + len(levels)) * 4 * 3 * own * shape.width * shape.hidden
+        numbers = 5 * levels[-1] * 4 * LANES  # choices, weights and their gradients, in columns of which there are few
+        in_loops = rows + 3 * shape.wide + 3 * shape.narrow + matrices + numbers
+        return max(0, in_loops - self.at_work(shape))

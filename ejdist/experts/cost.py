@@ -138,6 +138,10 @@ class Costed:
         """Returns the bytes of rows and tokens on a rank at the height of the backward, with what experts make of them."""
         raise NotImplementedError
 
+    def tpu_memory(self, shape: ExchangeShape) -> int:
+        """Returns the bytes that are also there in programs that XLA compiles for TPUs."""
+        return 0
+
     def arriving(self, shape: ExchangeShape) -> float:
         """Returns how many rows or tokens a pass brings to a rank."""
         raise NotImplementedError

@@ -78,3 +78,17 @@ def of_all(parts: Sequence[Stats], balance: str, load: jax.Array | None) -> Stat
         dead_experts=dead_experts(whole.counts),
         extra_passes=functools.reduce(jnp.add, [part.extra_passes for part in parts]),
     )
+
+
+# What share of the exchanges of two halves runs beside products, forward and backward, by (platform, whether layers are a loop,
+# whether there is a shared expert): of the schedules of two layers, compiled for eight H200s (tests/test_experts_transfers.py)
+# and for v5p, see README.md. No device has timed them.
+BESIDE = {
+    ("gpu", False, True): 15 / 16, ("gpu", False, False): 7 / 16, ("gpu", True, True): 4 / 8, ("gpu", True, False): 1 / 8,
+    ("tpu", False, True): 3 / 8, ("tpu", False, False): 1 / 8, ("tpu", True, True): 3 / 8, ("tpu", True, False): 1 / 8,
+}  # fmt: skip
+
+
+def waits_alone(platform: str, in_loop: bool, shared: bool) -> float:
+    """Returns the share of the exchanges of two halves that nothing runs beside."""
+    return 1 - BESIDE[platform, in_loop, shared]

@@ -58,6 +58,9 @@ class AllToAll(ByRank):
     def combine(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
         return self.dispatch(job, turn, x)
 
+    def arrived(self, shape: ExchangeShape) -> list[int]:
+        return [shape.ranks * self.rooms(shape, 1)[0]]
+
     def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float, int | None]]:
         rows = shape.ranks * self.rooms(shape, 1)[0]
         return [(axis, size, rows, shape.own(shape.ranks)) for axis, size in shape.over]
@@ -101,6 +104,11 @@ class TwoLevel(AllToAll):
     def _levels(shape: ExchangeShape) -> tuple[int, int]:
         hosts = shape.over[0][1]
         return hosts, shape.ranks // hosts
+
+    def arrived(self, shape: ExchangeShape) -> list[int]:
+        hosts, devices = self._levels(shape)
+        one, two, _ = self.rooms(shape, 1)
+        return [hosts * one, devices * two]
 
     def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float, int | None]]:
         hosts, devices = self._levels(shape)
@@ -150,6 +158,9 @@ class RaggedAllToAll(ByRank):
     def combine(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
         home, sizes, away = turn.moves
         return _ragged(x, turn.pair.size, away.T, sizes.T, home.T, job)
+
+    def arrived(self, shape: ExchangeShape) -> list[int]:
+        return [self.rooms(shape, 1)[0]]
 
     def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float, int | None]]:
         rows = shape.tokens * shape.reached

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -318,7 +318,8 @@ class Experts(Part):
         return Flops(products, grouped=True)
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        """Rows of a pass are those of its buffer, on one device those of all choices."""
+        """Rows of a pass are those of its buffer, on one device those of all choices; of two halves those of one, as loops of
+        further passes run one after the other."""
         m, x = c.experts, share.tokens * c.model_dim * share.itemsize
         shape = self._shape(c, share)
         shared = share.tokens * m.shared_dim // share.features * share.itemsize
@@ -328,13 +329,18 @@ class Experts(Part):
         ranks = math.prod(n for _, n in share.experts)
         eight = in_8_bits * 3 * m.num // ranks * c.model_dim * m.ffn_dim // share.features
         rest = 2 * shape.wide + 3 * shape.narrow + 3 * shared + eight
-        work = memory_of(share.dispatch, shape) + 5 * shared + 3 * x + 4 * x // share.itemsize + 2 * eight
-        return PartBytes(choices, 0, products=0, rest=rest, work=work)
+        at_once = replace(shape, tokens=share.half) if share.halved else shape
+        rows = memory_of(share.dispatch, at_once)
+        work = rows + 5 * shared + 3 * x + 4 * x // share.itemsize + 2 * eight
+        moved = memory_of(share.dispatch, shape) - rows  # of the other half
+        tpu_work = share.dispatch.tpu_memory(at_once)
+        return PartBytes(choices, 0, products=0, rest=rest, work=work, moved=moved, tpu_work=tpu_work)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         sent = share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient
         if share.experts:
-            sent.add_all(cost_of(share.dispatch, self._shape(c, share)))
+            parts, shape = 1 + share.halved, self._shape(c, share)
+            sent.add_all(cost_of(share.dispatch, replace(shape, tokens=share.tokens // parts)), parts)
         return sent
 
     def recomputed(self, remat: Remat) -> float:

@@ -99,6 +99,11 @@ class Remat:
         asked = part.saved + (0 if self.host else part.offloaded)
         return self.asked * asked + self.products * part.products + self.rest * part.rest
 
+    def made_again(self, part: PartBytes) -> int:
+        """Returns the bytes of a part's residuals that its backward finds computed again."""
+        asked = (not self.asked) * (part.saved + part.offloaded)
+        return asked + (not self.products) * part.products + (not self.rest) * part.rest
+
 
 # From most memory to least.
 REMAT: dict[str, Remat] = {

@@ -45,6 +45,7 @@ class Share:
       met: of a batch that is known, how often the keys of a rank are sent on so that all its hops are made, and
         `AttentionShape.chunks`; layers with a window may need less. None: what is expected of `documents`.
       torus: see `AttentionShape`.
+      halved: whether two halves of the tokens go through the layers side by side, see `ejdist.experts.halves`.
     """
 
     tokens: int
@@ -65,6 +66,13 @@ class Share:
     documents: Documents = ONE_DOCUMENT
     met: tuple[int, tuple[int, int]] | None = None
     torus: bool = False
+    halved: bool = False
+
+    @property
+    def half(self) -> int:
+        """Tokens of the larger half of the rows."""
+        own = self.length // self.sequence
+        return self.tokens - self.tokens // own // 2 * own
 
     @property
     def sequence(self) -> int:

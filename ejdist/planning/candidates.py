@@ -26,12 +26,13 @@ from ejdist.sequence.group_cast import BUFFER as CHUNKS_AHEAD
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, options_of
 from ejdist.sequence.way import BY_BATCH
+from ejdist.training.attending import by_scheme
 from ejdist.training.optimizer import fixed
 
 # The keys that are searched.
 REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
 SCHEME, ORDER, DISPATCH = "sequence.scheme", "sequence.order", "experts.dispatch"
-MOMENTS, OFFLOAD, SUMS = "optimizer.moments", "optimizer.offload", "optimizer.accumulate"
+MOMENTS, OFFLOAD, SUMS = SAVED = "optimizer.moments", "optimizer.offload", "optimizer.accumulate"
 LATENTS, GROUPS, HOPS, OUTER = "sequence.latents", "sequence.head_groups", "sequence.hops", "sequence.outer"
 LEVELS, BUFFER = "sequence.levels", "sequence.buffer"
 SEARCHED = (
@@ -165,8 +166,8 @@ def orders_searched(
     scheme: str | None = None,
     platform: str | None = None,
 ) -> list[str]:
-    """Returns the orders that are searched for a recipe's rows over those (axis, devices), the most even first: those that
-    divide them.
+    """Returns the orders that are searched for a recipe's rows over those (axis, devices), those that divide them: the most
+    even first; where no layer attends in the order of the sequence, that of the text, as a run has it.
 
     Args:
       documents: of the rows. scheme: by which tokens attend; default: the recipe's. platform: of the devices.
@@ -175,8 +176,9 @@ def orders_searched(
     of = SCHEMES[scheme or s.sequence.named]()
     orders = [order_for(name, ranks, length, s.sequence.stripe, platform) for name in ORDERS]
     fit = [o for o in orders if length % o.multiple == 0 and takes_order(s.model, o)]
-    # Differences below a hundredth decide nothing: the order that comes first compares less.
-    fit.sort(key=lambda o: round(imbalance(of.uneven(o, axes), length, CAUSAL, documents), 2))
+    if by_scheme(s.model):
+        # Differences below a hundredth decide nothing: the order that comes first compares less.
+        fit.sort(key=lambda o: round(imbalance(of.uneven(o, axes), length, CAUSAL, documents), 2))
     return [o.name for o in fit] or [*ORDERS[:1]]  # where none fits, the first is refused with its reason
 
 
@@ -196,8 +198,8 @@ def _timed() -> list[str]:
 
 def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidate]:
     """Yields a choice again with its sequence over two axes, with each scheme that has another one over the outer axis, or two
-    levels; nothing where either axis is given."""
-    if {f"mesh.{CP}", f"mesh.{SP}"} & {*given}:
+    levels; nothing where either axis is given, or where no layer attends by a scheme."""
+    if {f"mesh.{CP}", f"mesh.{SP}"} & {*given} or not by_scheme(s.model):
         return
     sizes, schemes = of.sizes, (s.sequence.named,) if SCHEME in given else _timed()
     ranks, heads = sizes[CP] * sizes[SP], s.model.num_heads // sizes[TP]
@@ -221,7 +223,7 @@ def details(
     one after another, and smaller buffers."""
     sizes, section = of.sizes, of.applied(s).sequence
     axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
-    if not axes:
+    if not axes or not by_scheme(s.model):
         return
     pinned = {*given, *(key for key, _ in of.sequence)}
     options, heads = options_of(SCHEMES[section.named]), s.model.num_heads // sizes[TP]
@@ -260,6 +262,8 @@ def ways(
     schemes = [name for name in _timed() if split and _takes(s.sequence, name, heads, axes)]
     over = tuple(sizes.get(a, 1) for a in s.experts.axes)
     mixed = has_experts(s.model) and math.prod(over) > 1
+    if not by_scheme(s.model):  # all are alike
+        schemes = [s.sequence.named if s.sequence.scheme == AUTO else None]
     for scheme in schemes if split and SCHEME not in given else (None,):
         orders = orders_searched(s, axes, documents, scheme, platform) if split and ORDER not in given else (None,)
         dispatches = fitting(over, s.experts.exchange) if mixed and DISPATCH not in given else (None,)

@@ -174,6 +174,12 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     # Where a layer's work is much larger than what waits of the head, XLA for GPUs reduces that first and gives its place to
     # the layers, as compiled programs of 2^20 tokens and more show; so it does where layers follow the rounds of the
     # pattern, outside of the loop. Else both are there at once.
+    beside = 0
+    if share.halved:
+        # Each half has gradients of the matrices, of which one waits for the other; and where one half is at its experts, what
+        # mixers made again waits in both for their backward.
+        whole += max(_gathered(c, stacks, b, every=True).values())
+        beside = max(sum(share.remat.made_again(each[part]) for part in layer[:-1]) for layer in layers_of(c))
     reduced = platform == "gpu" and split and (bool(c.last_layers) or work > WORK_FIRST * (of_head + early))
     waiting = 0 if reduced else of_head + early
 
@@ -191,7 +197,7 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
             "weights in the compute dtype": copies,
             "gathered weights": whole,
             "gradients": waiting + gradients + sums,
-            "activations at work": work,
+            "activations at work": work + beside,
         },
         "the gradient of the embedding": {
             "gathered weights": 0,
@@ -261,8 +267,8 @@ def _at_work(layers: list[list[PartBytes]], platform: str) -> int:
     return max([p.work + p.gpu_work for p in each] + beside) + max(p.gpu_zeros for p in each)
 
 
-def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0) -> dict[str, int]:
-    """Returns part -> bytes of its weights in one layer where they are used, of those that are gathered.
+def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0, every: bool = False) -> dict[str, int]:
+    """Returns part -> bytes of its weights in one layer where they are used, of those that are gathered, or of every one.
 
     Args:
       itemsize: bytes of a number there; None: as it is stored, and where that is not `cast`, those of a copy too.
@@ -275,5 +281,5 @@ def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0)
             numbers = p.used // p.param.shape[0]
             as_stored = p.itemsize if itemsize is None else itemsize
             copy = cast if itemsize is None and p.param.inputs and p.itemsize != cast else 0
-            by_part[part.name] = by_part.get(part.name, 0) + numbers * ((as_stored if p.over else 0) + copy)
+            by_part[part.name] = by_part.get(part.name, 0) + numbers * ((as_stored if p.over or every else 0) + copy)
     return by_part

@@ -32,6 +32,7 @@ from ejdist.planning.candidates import (
     candidates,
     details,
     products,
+    rows_over,
     savings_searched,
     ways,
 )  # fmt: skip
@@ -99,6 +100,9 @@ class Predictor:
     def __call__(self, candidate: Candidate, room: float = math.inf) -> Memory | Predicted | None:
         """Returns the prediction; memory alone where that is more than `room`, None for what is not legal."""
         s = candidate.applied(self.sections)
+        rows = s.data.global_batch // s.accumulation // rows_over(candidate.sizes)
+        if s.experts.overlaps(candidate.sizes) and rows < 2:  # which hangs on the batch, as nothing below does
+            return None
         if candidate.mesh not in self._held:
             try:
                 self._held[candidate.mesh] = self._legal(s, candidate)
@@ -329,54 +333,6 @@ def _explain(sections: Any, target: Target, fixed_keys: Collection[str], predict
 def overrides_text(candidate: Candidate, given: Collection[str]) -> str:
     """Returns the overrides of a candidate that were not given, as a command line has them."""
     return " ".join(f"{name}={value}" for name, value in candidate.overrides().items() if name not in given)
-
-
-# -- what does not fit ------------------------------------------------------------------------------------------------
-
-
-def nearest(
-    sections: Any,
-    target: Target,
-    given: Collection[str],
-    measured: Measured | None = None,
-    documents: Documents = ONE_DOCUMENT,
-) -> list[tuple[str, Predicted, dict[str, str]]]:
-    """Returns plans that fit, each with one thing changed: (what was changed, the plan, what to give in place of
-    what was given). All are predicted, and none is compiled."""
-    plans = []
-
-    def attempt(what: str, s: Any, on: Target, keys: Collection[str], extra: dict[str, str]) -> bool:
-        try:
-            best = search(s, on, keys, None, measured=measured, documents=documents, save=False).best
-        except ValueError:
-            return False
-        if best is not None:
-            plans.append((what, best, extra | {k: v for k, v in best.candidate.overrides().items() if k not in keys}))
-        return best is not None
-
-    fixed_keys = set(given)
-    if REMAT in fixed_keys:
-        attempt("another remat policy", sections, target, fixed_keys - {REMAT}, {})
-    if any(key.startswith("mesh.") for key in fixed_keys):
-        attempt("another mesh", sections, target, {k for k in fixed_keys if not k.startswith("mesh.")}, {})
-    if ACCUMULATION in fixed_keys or BATCH in fixed_keys:
-        attempt("another batch", sections, target, fixed_keys - {ACCUMULATION, BATCH}, {})
-    length = sections.data.sequence_length
-    for part in (2, 4, 8, 16, 32, 64):
-        shorter = replace(sections, data=replace(sections.data, sequence_length=length // part))
-        if length % part == 0 and attempt(
-            "fewer tokens", shorter, target, fixed_keys, {"data.sequence_length": str(length // part)}
-        ):
-            break
-    for times in (2, 4, 8):
-        count = target.count * times
-        if not target.shape and count > target.per_host and count % target.per_host:
-            continue  # hosts of which one has fewer GPUs
-        free = {k for k in fixed_keys if not k.startswith("mesh.")}
-        # Chips of a larger slice are as those of this one; its shape is the reader's to choose.
-        if attempt(f"{count} devices", sections, replace(target, count=count), free, {}):
-            break
-    return plans
 
 
 def as_given(predictor: Predictor) -> Candidate:

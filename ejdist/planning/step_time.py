@@ -15,6 +15,7 @@ from typing import Any
 
 from ejdist.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
 from ejdist.documents import ONE_DOCUMENT, Documents
+from ejdist.experts.halves import waits_alone
 from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES
 from ejdist.models.part import Costs
 from ejdist.models.share import Share
@@ -35,6 +36,8 @@ MATMUL, GROUPED, BANDWIDTH = 0.78, 0.62, 0.85
 EXPOSED = 0.5  # of the time of collectives
 # Passes over what a part holds at the height of its backward, in a layer's forward and backward.
 PASSES = 4
+# Of matrices that two halves use: read twice more, a gradient written, and two of them read and their sum written.
+AGAIN = 6
 # A parameter: read and written with its moments in float32, its gradient, its copy in the compute dtype; less for each byte by
 # which the moments are smaller.
 STATE_BYTES = 36
@@ -52,8 +55,8 @@ class StepTime:
     """Seconds of a step by term, bytes that a device sends along each axis (over slices: `NETWORK`), and FLOPs of the step on
     all devices, by the convention `causal` of `ejdist.training.flops`. uneven: attention of the busiest rank of a sequence over
     the mean. exchange: of tokens to experts and back, (bytes that a device sends, seconds with nothing beside it). experts:
-    seconds of gathers of the experts' weights and of their gradients' sums, with nothing beside them. waited: the share of both
-    that is exposed."""
+    seconds of gathers of the experts' weights and of their gradients' sums, with nothing beside them. waited: the share of
+    these that is exposed."""
 
     seconds: dict[str, float]
     sent: dict[str, int]
@@ -72,7 +75,7 @@ class StepTime:
     @property
     def waits_exchange(self) -> float:
         """Seconds in which tokens on their way to experts and back are waited for."""
-        return self.waited * self.exchange[1]
+        return self.seconds.get(EXCHANGE, 0.0)
 
     @property
     def waits_experts(self) -> float:
@@ -141,6 +144,8 @@ def step_time(
     each = bytes_of(c, share)
     work = sum(n * (each[part].work + each[part].moved) for part, n in counted_parts(c).items())
     passes = PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features
+    if share.halved:  # the other half reads the matrices again, forward and backward, and adds gradients of its own
+        passes += AGAIN * share.itemsize * sum(p.used for p in of.parameters if p.path.startswith("layers."))
     # Moments are read and written.
     state = (STATE_BYTES - 2 * 8) * sum(p.local for p in of.parameters) + 2 * moment_bytes(s, of.parameters)
     sent = traffic(s, of, share, mesh, links)
@@ -166,23 +171,27 @@ def step_time(
     if ACTIVATIONS in away:
         hidden = s.accumulation * away[ACTIVATIONS]  # under the work of other layers, like collectives
         busy["activations from and to the host, exposed"] = max(EXPOSED * hidden, hidden - sum(busy.values()))
-    exposed = max(EXPOSED * moving, moving - sum(busy.values()))
     routed, weights = _exchange(c, share), Traffic()
     exchange = s.accumulation * links.seconds(routed, mesh.shape)
+    of_exchange = EXPOSED
+    if share.halved:  # no more than without halves
+        of_exchange = min(EXPOSED, waits_alone(chip.platform, c.scan_layers, c.experts.shared_dim > 0))
+    least = EXPOSED * (moving - exchange) + of_exchange * exchange
+    exposed = max(least, moving - sum(busy.values()))
     for p in (p for p in of.parameters if "E" in p.param.dims.split()):
         _weights(weights, s, p, share, mesh.shape, links)
-    share_exposed = exposed / moving if moving else 1.0
+    times = exposed / least if least else 1.0
     flops = (3 * (matmuls + adapters) - frozen) * tokens + 3 * visible
     uneven = attention / even if even else 1.0
     seconds = busy | ({KEYS: waits} if waits else {})
     if exchange:
-        seconds[EXCHANGE] = exchange * share_exposed
-    seconds["collectives, exposed"] = exposed - exchange * share_exposed
+        seconds[EXCHANGE] = times * of_exchange * exchange
+    seconds["collectives, exposed"] = exposed - seconds.get(EXCHANGE, 0.0)
     if joined := put_together(c, share, chip.bandwidth, s.accumulation):
         seconds[TOGETHER] = joined
-    of_exchange = s.accumulation * sum(routed.bytes.values()), exchange
+    routing = s.accumulation * sum(routed.bytes.values()), exchange
     of_experts = s.accumulation * links.seconds(weights, mesh.shape)
-    return StepTime(seconds, sent.along(), flops, devices, chip.flops, uneven, of_exchange, of_experts, share_exposed)
+    return StepTime(seconds, sent.along(), flops, devices, chip.flops, uneven, routing, of_experts, times * EXPOSED)
 
 
 @functools.lru_cache(maxsize=256)

@@ -61,6 +61,12 @@ def attention_of(model: Any) -> dict[Part, int]:
     return {part: n for part, n in counted_parts(model).items() if part.flops(model).pair}
 
 
+def by_scheme(model: Any) -> list[Part]:
+    """Returns the parts whose keys travel by `sequence.scheme`, in the order of the sequence. Others gather them in the order
+    of the text, or pass a state on."""
+    return [part for part in attention_of(model) if not part.flops(model).of_text]
+
+
 def held(model: Any, share: Share) -> int:
     """Returns the peak bytes of the attention that needs most, including what the scheme holds of other ranks."""
     return max((Costs(part).memory(model, share).work for part in attention_of(model)), default=0)

@@ -233,7 +233,7 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     groups = groups_of(mesh)
     where = f"data.global_batch = {rows}, accumulation = {s.accumulation}, {groups} groups of devices"
-    s.experts.check_rows(rows // s.accumulation // groups, where)
+    s.experts.check_rows(rows // s.accumulation // groups, mesh.shape, where)
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)

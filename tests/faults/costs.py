@@ -6,6 +6,48 @@ TESTS = "tests/test_declared_costs.py"
 
 FAULTS = (
     Fault(
+        "loops of further passes need no memory of a TPU",
+        "Experts.memory",
+        "$share.dispatch.tpu_memory($shape)",
+        "0 * $share.dispatch.tpu_memory($shape)",
+        f"{TESTS} -k further_passes",
+    ),
+    Fault(
+        "sums of further passes are in the dtype of the rows",
+        "ByRank.tpu_memory",
+        "4 * $shape.width",
+        "$shape.itemsize * $shape.width",
+        f"{TESTS} -k further_passes",
+    ),
+    Fault(
+        "there are loops where there is room for all that can arrive",
+        "ByRank.tpu_memory",
+        "$levels[0] >= $shape.ranks * $shape.tokens",
+        "$levels[0] < 0",
+        f"{TESTS} -k further_passes",
+    ),
+    Fault(
+        "a plan of sparse layers begins with the order of causal attention",
+        "orders_searched",
+        "by_scheme($s.model)",
+        "True",
+        f"{TESTS} -k begins_as_a_run",
+    ),
+    Fault(
+        "schemes are searched where no layer attends by one",
+        "ways",
+        "not by_scheme($s.model)",
+        "False",
+        f"{TESTS} -k begins_as_a_run",
+    ),
+    Fault(
+        "a scheme that no layer attends by is not told",
+        "unread",
+        "$parts <= PARTS.keys() and not by_scheme($model)",
+        "False",
+        "tests/test_commands.py -k nothing_reads",
+    ),
+    Fault(
         "what declares no cost is costed as what it inherits from",
         "costs:declared",
         "declares($member) > $behaves",

@@ -8,6 +8,62 @@ HALVES = f"{TESTS} -k 'halves_are_the_batch and mixtral'"
 CHUNKS = "tests/test_experts_choice.py -k chunks"
 
 FAULTS = (
+    Fault(
+        "halves: a plan has the rows of both at once",
+        "Experts.memory",
+        "replace($shape, tokens=$share.half) if $share.halved else $shape",
+        "$shape",
+        f"{TESTS} -k memory_of_halves",
+    ),
+    Fault(
+        "halves: a plan has one gradient of a layer's matrices",
+        "memory:memory",
+        "max(_gathered($$args, every=True).values())",
+        "0",
+        f"{TESTS} -k memory_of_halves",
+    ),
+    Fault(
+        "halves: a plan hides nothing of the exchange",
+        "step_time",
+        "min(EXPOSED, waits_alone($$alone))",
+        "EXPOSED",
+        f"{TESTS} -k halves_hide",
+    ),
+    Fault(
+        "halves: a search takes them of one row",
+        "Predictor.__call__",
+        "$s.experts.overlaps($candidate.sizes) and $rows < 2",
+        "False",
+        f"{TESTS} -k search_takes_halves",
+    ),
+    Fault(
+        "halves: a plan sends twice as much",
+        "Experts.traffic",
+        "$share.tokens // $parts",
+        "$share.tokens",
+        f"{TESTS} -k halves_hide",
+    ),
+    Fault(
+        "halves: matrices are read once in a plan",
+        "step_time",
+        "AGAIN * $share.itemsize",
+        "0 * $share.itemsize",
+        f"{TESTS} -k halves_hide",
+    ),
+    Fault(
+        "halves: where nothing is exchanged too",
+        "bind_ops",
+        "any(($mesh.shape.get($a, 1) > 1 for $a in $axes))",
+        "True",
+        f"{TESTS} -k nothing_is_exchanged",
+    ),
+    Fault(
+        "halves: a row on one device is refused",
+        "ExpertsSection.overlaps",
+        "any(($sizes.get($axis, 1) > 1 for $axis in self.axes))",
+        "True",
+        f"{TESTS} -k nothing_is_exchanged",
+    ),
     Fault("halves: the balance loss is the sum of both", "of_all", "$balance != 'sequence'", "False", STATISTICS),
     Fault(
         "halves: the global load is that of the batch",

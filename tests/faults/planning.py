@@ -279,6 +279,27 @@ FAULTS = (
         f"{TESTS} -k one_has_fewer",
     ),
     Fault(
+        "of what does not fit no more microbatches are proposed",
+        "nearest",
+        "freed('more microbatches', [ACCUMULATION])",
+        "",
+        f"{TESTS} -k told_first",
+    ),
+    Fault(
+        "what does not fit may not keep activations on the host",
+        "nearest.freed",
+        "attempt($$args, save=True)",
+        "attempt($$args, save=False)",
+        f"{TESTS} -k told_first",
+    ),
+    Fault(
+        "the rate of what would fit is that of the plan",
+        "planned:_lines",
+        "$p['tokens_per_second'] / $rate - 1",
+        "$rate / $rate - 1",
+        f"{COMMAND} -k does_not_fit",
+    ),
+    Fault(
         "the batch in memory is one microbatch",
         "memory:memory",
         "4 * 4 * $share.tokens * $s.accumulation",
