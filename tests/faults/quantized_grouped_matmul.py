@@ -5,6 +5,8 @@ from faults import Fault
 TESTS = "tests/kernels/test_quantized_grouped_matmul.py"
 XLA = "grouped_matmul/xla:_unpacked.matrix"
 MATRIX = "dequantized($w[$e], $scales[$e], None if $biases is None else $biases[$e], **$$how)"
+KERNEL = "packed_matmul_kernel"
+TRITON = f"{TESTS} -k where_they_lie"
 COMPOSED = "tests/test_ops.py -k 'quantized_grouped and composed'"
 
 FAULTS = (
@@ -56,9 +58,58 @@ FAULTS = (
     Fault(
         "packed groups: GPUs loop over groups",
         "grouped_matmul/packed:packed_op",
-        "('composed', 'xla', 'triton_packed')",
-        "('xla', 'composed', 'triton_packed')",
+        "('triton_packed', 'composed', 'xla')",
+        "('xla', 'triton_packed', 'composed')",
         f"{TESTS} -k gpus_take",
+    ),
+    Fault(
+        "packed groups: many rows read their matrix once for each tile",
+        "grouped_matmul/triton_packed:heuristic",
+        "$rows > MOST_ROWS and too_many($call) is None",
+        "False",
+        f"{TESTS} -k gpus_take",
+    ),
+    Fault(
+        "packed groups: a tile has the words of the next expert",
+        KERNEL,
+        "$w += $matrix * $PACKED * $F",
+        "$w += ($matrix + 1) * $PACKED * $F",
+        TRITON,
+    ),
+    Fault(
+        "packed groups: a tile has the scales of the first expert",
+        KERNEL,
+        "$s += $matrix * ($D // $GROUP) * $F\nif $MODE == 'affine': $$body",
+        "if $MODE == 'affine': $$body",
+        TRITON,
+    ),
+    Fault(
+        "packed groups: a step has the scale of the group after",
+        KERNEL,
+        "$step * $BLOCK_D // $GROUP * $F + $cols",
+        "(($step + 1) * $BLOCK_D // $GROUP) * $F + $cols",
+        TRITON,
+    ),
+    Fault(
+        "packed groups: a tile reads rows of the next group",
+        KERNEL,
+        "$rows < $end",
+        "$rows < $end + 1",
+        TRITON,
+    ),
+    Fault(
+        "packed groups: rows of no group have the first matrix",
+        KERNEL,
+        "tl.where($expert < 0, 0, $STEPS)",
+        "$STEPS",
+        TRITON,
+    ),
+    Fault(
+        "packed groups: the bias is of the entry of x that begins a step",
+        "grouped_matmul/triton_packed:_few",
+        "$x.astype(jnp.float32).reshape($M, $D // $step, $step).sum(-1)",
+        "$x.astype(jnp.float32).reshape($M, $D // $step, $step)[..., 0]",
+        TRITON,
     ),
     Fault(
         "packed groups: sizes of fewer groups are taken",

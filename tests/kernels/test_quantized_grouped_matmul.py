@@ -80,14 +80,17 @@ def test_one_matrix_is_unpacked_at_a_time():
     assert memory.temp_size_in_bytes < 4 * D * F * 4  # all of them are 32
 
 
-@pytest.mark.parametrize(("experts", "taken"), [(128, "composed"), (1024, "xla")])
-def test_what_gpus_take(experts, taken):
-    """Matrices are unpacked together and multiplied by grouped_matmul's kernels; one by one where they are 6 GiB."""
-    call = packed_op.bind(*shapes(experts, 2048, 1536, 512), mode="affine", bits=4, group_size=64)
-    choices = packed_op.plan(call, None, None, differentiated=True).choices
-    assert {c.platform: c.backend.name for c in choices} == {
-        "cpu": "xla", "cuda": taken, "rocm": "xla", "tpu": "xla",
+@pytest.mark.parametrize(("experts", "rows", "together"), [(128, 512, False), (128, 8192, True), (1024, 65536, False)])
+def test_what_gpus_take(experts, rows, together):
+    """Matrices of many rows are unpacked together and multiplied by grouped_matmul's kernels, but for those of 6 GiB."""
+    call = packed_op.bind(*shapes(experts, 2048, 1536, rows), mode="affine", bits=4, group_size=64)
+    choices = {c.platform: c for c in packed_op.plan(call, None, None, differentiated=True).choices}
+    assert {platform: c.backend.name for platform, c in choices.items()} == {
+        "cpu": "xla", "cuda": "triton_packed", "rocm": "xla", "tpu": "xla",
     }  # fmt: skip
+    assert choices["cuda"].cfg.dense is together
+    why = packed_op.backends["composed"].refuses(packed_op, call, True)
+    assert why is None if experts == 128 else "its matrices take 6.0 GiB unpacked" in why
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------

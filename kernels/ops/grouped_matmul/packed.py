@@ -119,8 +119,7 @@ packed_op = Op(
     quantized_grouped_matmul,
     no_gradient=("scales", "biases"),
     config=QuantizedGroupedMatmulConfig,
-    # Kernels that unpack run where they are asked for: nobody has yet compared their numbers with the contract's on a GPU.
-    priority=("composed", "xla", "triton_packed"),
+    priority=("triton_packed", "composed", "xla"),
     local_dims={"F"},
     see_also={"M": "moe", "D": "moe", "E": "moe"},
     weights=("w", "scales", "biases"),
