@@ -323,6 +323,8 @@ def test_experts_that_do_not_fit_are_one_sentence():
         of(up=jnp.ones((4, 128, 128)), down=jnp.ones((4, 128, 128)))
     with pytest.raises(ValueError, match=r"argument 'down' must be \[E, F, D\] = .*, packed as matrices of experts"):
         of(down=matrix)
+    with pytest.raises(ValueError, match="argument 'precision' = 'fp8_block' is of matrices that are not packed"):
+        of(down=matrix, precision="fp8_block")
 
 
 def test_what_is_packed_is_not_quantised_again():

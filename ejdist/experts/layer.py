@@ -117,6 +117,8 @@ def _check_precision(precision: Any, activation: str, gate: Any, *biases: Any) -
     """Raises ValueError for a precision that there is not, or not of these experts."""
     if not isinstance(precision, str) or precision not in (BF16, *PRECISIONS):
         raise _refuse("precision", f"= {precision!r} is unknown; use {BF16} or fp8_block")
+    if precision != BF16 and isinstance(gate, Packed):
+        raise _refuse("precision", f"= {precision!r} is of matrices that are not packed, and 'gate' is; use {BF16}")
     if precision == BF16 or not is_array(gate) or gate.ndim < 3:
         return
     why = stays(precision, gate.shape[1], gate.shape[-1], activation, any(b is not None for b in biases))

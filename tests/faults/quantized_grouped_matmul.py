@@ -91,10 +91,10 @@ FAULTS = (
         TRITON,
     ),
     Fault(
-        "packed groups: a tile reads rows of the next group",
+        "packed groups: a tile reads and writes rows of the next group",
         KERNEL,
-        "$rows < $end",
-        "$rows < $end + 1",
+        "$inside, $here = ($rows < $end, $cols < $F)",
+        "$inside, $here = ($rows < $end + 1, $cols < $F)",
         TRITON,
     ),
     Fault(
