@@ -70,6 +70,13 @@ FAULTS = (
         f"{TESTS} -k gpus_take",
     ),
     Fault(
+        "packed groups: only the first of many matrices is unpacked",
+        "triton_unpacked:unpacked",
+        "math.prod($lead) * $words * 32 // $bits",
+        "$words * 32 // $bits",
+        "tests/test_ops.py -k 'quantized_grouped and many_rows and triton'",
+    ),
+    Fault(
         "packed groups: a tile has the words of the next expert",
         KERNEL,
         "$w += $matrix * $PACKED * $F",

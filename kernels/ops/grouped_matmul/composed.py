@@ -16,11 +16,19 @@ from kernels.ops.grouped_matmul.packed import packed_op, unpacked_bytes
 MOST_BYTES = 4 << 30
 
 
-def dense(platform: str | None) -> tuple[Callable, Callable]:
-    """Returns (forward, backward) with `grouped_matmul` on a toolchain; None lets dispatch choose."""
+def _unpacked(w: Any, scales: Any, biases: Any, dtype: Any, **how: Any) -> Any:
+    return dequantized(w, scales, biases, **how).astype(dtype)
+
+
+def dense(platform: str | None, unpacked: Callable = _unpacked) -> tuple[Callable, Callable]:
+    """Returns (forward, backward) with `grouped_matmul` on a toolchain; None lets dispatch choose.
+
+    Args:
+      unpacked: (words, scales, biases, dtype, mode=, bits=, group_size=) -> matrices [E, D, F].
+    """
 
     def product(x: Any, w: Any, scales: Any, biases: Any, sizes: Any, transposed: bool, **how: Any) -> Any:
-        weights = dequantized(w, scales, biases, **how).astype(x.dtype)
+        weights = unpacked(w, scales, biases, x.dtype, **how)
         call = grouped_matmul.prepare(x, weights, sizes, transpose_rhs=transposed).call
         return grouped_matmul.op.run(call, platform=platform)
 

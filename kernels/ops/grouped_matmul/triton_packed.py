@@ -7,13 +7,13 @@ and dx: all matrices are unpacked once, for the kernels of `grouped_matmul`.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import triton
 
-from kernels.engines.matmul.formats import NF4, RUN
+from kernels.engines.matmul.formats import RUN
+from kernels.engines.matmul.triton_unpacked import table_of, unpacked
 from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.composed import dense, too_many
 from kernels.ops.grouped_matmul.packed import QuantizedGroupedMatmulConfig, packed_op
@@ -28,7 +28,7 @@ MOST_ROWS = 32
 JOINED = {4: 32, 8: 16}
 MOST_OF_A_GROUP = 128  # that a step multiplies
 
-_FORWARD, backward_of = dense("triton")
+_FORWARD, backward_of = dense("triton", unpacked)
 
 
 def _step(bits: int, group_size: int, itemsize: int) -> int:
@@ -46,7 +46,7 @@ def _few(x, w, scales, biases, group_sizes, mode, bits, group_size, cfg):
     if step and mode == "affine":  # what each bias is multiplied by
         sums = x.astype(jnp.float32).reshape(M, D // step, step).sum(-1)
     # Of two bytes each: Triton would copy longer ones through shared memory.
-    table: Any = jnp.asarray(NF4, x.dtype if step else jnp.float32) if mode == "nf4" else None
+    table = table_of(mode, x.dtype if step else jnp.float32)
     out = jax.ShapeDtypeStruct((M, F), x.dtype)
     (result,) = triton_launch(
         packed_matmul_kernel,
