@@ -37,6 +37,7 @@ BUILT_ON_ANOTHER = {
     "state_space_v1": "state_space_v2",
     "grouped_matmul_quantized": "grouped_matmul",
     "grouped_matmul_gathered": "grouped_matmul",
+    "quantized_grouped_matmul": "grouped_matmul",
 }
 
 # Of 8 bits the inputs alone are: results are wider, and rounded.
