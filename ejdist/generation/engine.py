@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.generation.pages import Pages, bytes_on_device, check_count, ranks_of
+from ejdist.generation.pages import Pages, arrays_of, bytes_on_device, check_count, ranks_of
 from ejdist.generation.requests import Request, Result, Token, ids_of, stops_of
+from ejdist.generation.rows import Rows, positions_of
 from ejdist.generation.sampling import Choices, Sampling, sample
-from ejdist.generation.served import Rows, Step, positions_of
-from ejdist.generation.sparse_step import units_of
+from ejdist.generation.served import Step
 from ejdist.layout import current_layout, replicated, set_layout, sharding
 from ejdist.models.kept import Arrays, Cached
 from ejdist.models.model import Model
@@ -128,7 +128,7 @@ class Engine:
         longest = -(-length // page)
         each = -(-(self.slots * ranks * -(-longest // ranks) if pages is None else pages) // ranks)
         run = min(-(-longest // ranks), each)  # the pages of a request on a rank
-        self._ranks, self._longest = ranks, ranks * run
+        self._longest = ranks * run
         check_count(self._cached.declared, ranks * each, page)
         self._pages = Pages(ranks * each, page, all(k.per_token for k in kept), ranks, run)
         self._ends, self._decode = frozenset(ends), decode
@@ -148,22 +148,14 @@ class Engine:
 
     def _compile(self, mesh: jax.sharding.Mesh | None) -> None:
         """Sets up the arrays that layers keep between steps, and the program of a step."""
-        page, dtype, ranks = self._pages.page, self._cached.dtype, self._ranks
+        page = self._pages.page
         with self._layout():
             activations = current_layout().activations
         arrays, places = {}, {}
         for part, (layers, kept) in self._cached.declared.items():
             arrays[part], places[part] = {}, {}
             for name, k in kept.items():
-                lead = (ranks, layers, self._pages.count // ranks, page) if k.per_token else (layers, self.slots)
-                leading = ["pages", "_", "_", "_"] if k.per_token else ["_", "_"]
-                of = [
-                    ((*lead, *shape), leading + dims.split(), dtype if k.per_token else np.float32)
-                    for shape, dims in k.arrays
-                ]
-                if k.block is not None and ranks == 1:
-                    units = units_of(page, k.block)
-                    of += [((*lead[:3], units, *x), leading + dims.split(), np.float32) for x, dims in k.arrays]
+                of = arrays_of(k, layers, self.slots, self._pages, self._cached.dtype)
                 arrays[part][name] = tuple(jax.ShapeDtypeStruct(shape, kind) for shape, _, kind in of)
                 places[part][name] = tuple(
                     None if mesh is None else sharding(mesh, dims, activations, shape=shape, what=f"what {part} keeps")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejdist.generation.sparse_step import units_of
 from ejdist.models.kept import Kept
 
 
@@ -31,7 +32,7 @@ class Pages:
         """
         self.count, self.page, self.shares = count, page, shares
         self._run = run or count
-        self._each = count // ranks
+        self.ranks, self._each = ranks, count // ranks
         self._free = [list(range(r * self._each, (r + 1) * self._each))[::-1] for r in range(ranks)]
         self._users: Counter[int] = Counter()
         self._known: dict[bytes, int] = {}
@@ -154,6 +155,25 @@ def check_count(declared: Mapping[str, tuple[int, Mapping[str, Kept]]], count: i
                 f"Engine: {layers} layers with {count:,} pages of {page} tokens are {layers * count * page:,} entries, more "
                 "than int32 counts: use fewer 'slots', a smaller 'length', or fewer 'pages'"
             )
+
+
+def arrays_of(
+    kept: Kept, layers: int, slots: int, pages: Pages, dtype: Any
+) -> list[tuple[tuple[int, ...], list[str], Any]]:
+    """Returns (shape, dims, dtype) of each array in which layers keep what an operation declares, for that many slots, or in
+    pages, whose rows have that dtype."""
+    each = [(shape, dims.split()) for shape, dims in kept.arrays]
+    if not kept.per_token:
+        return [((layers, slots, *shape), ["_", "_", *dims], np.float32) for shape, dims in each]
+    lead = (pages.ranks, layers, pages.count // pages.ranks)
+    beside = [(pages.page, dtype)]
+    if kept.block is not None and pages.ranks == 1:
+        beside.append((units_of(pages.page, kept.block), np.float32))
+    return [
+        ((*lead, count, *shape), ["pages", "_", "_", "_", *dims], kind)
+        for count, kind in beside
+        for shape, dims in each
+    ]
 
 
 def bytes_on_device(arrays: Any, places: Any) -> int:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejdist.generation.rows import Rows
 from ejdist.models.ops import Ops
 from kernels.ops.native_sparse_attention import ranked
-
-if TYPE_CHECKING:
-    from ejdist.generation.served import Rows
 
 
 def units_of(page: int, block: int) -> int:

@@ -177,8 +177,8 @@ FAULTS = (
     Fault(
         "paged pallas: the lse is in units of log 2",
         "_Kernel.finish",
-        "($x + jnp.log2($y)) / LOG2E",
-        "$x + jnp.log2($y)",
+        '(refs["largest"][$unit] + jnp.log2(jnp.broadcast_to($weight, refs["largest"].shape[1:]))) / LOG2E',
+        'refs["largest"][$unit] + jnp.log2(jnp.broadcast_to($weight, refs["largest"].shape[1:]))',
         f"{ONE_HEAD} -k the_lse",
     ),
     Fault(

@@ -18,8 +18,8 @@ FAULTS = (
     Fault(
         "paged triton: the lse of pieces is in units of log 2",
         "paged_merge_kernel",
-        "tl.store($log + $row, $lse * LN2, mask=$real)",
-        "tl.store($log + $row, $lse, mask=$real)",
+        "tl.store($log + $row, $lse * LN2, mask=$real & (tl.program_id(1) == 0))",
+        "tl.store($log + $row, $lse, mask=$real & (tl.program_id(1) == 0))",
         PAGED,
     ),
     Fault(
