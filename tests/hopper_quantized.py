@@ -10,13 +10,15 @@ from kernels.ops.quantized_matmul import op
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig
 
 # (mode, bits, entries of a group, dtype, M, D, F, block_m, block_f, block_d, warps, splits, stages): rows, columns and steps
-# that end within a tile, parts of D of other lengths and one without steps, groups longer and shorter than a step, each kind of
-# codes.
+# that end within a tile, parts of D of other lengths and one without steps, one of more steps than stages, groups longer and
+# shorter than a step, each kind of codes.
 CALLS = [
+    ("affine", 4, 32, "bfloat16", 9, 608, 136, 16, 128, 64, 4, 1, 3),
     ("affine", 4, 64, "bfloat16", 20, 320, 200, 32, 128, 128, 4, 2, 2),
     ("affine", 4, 32, "float16", 5, 160, 264, 8, 256, 64, 4, 3, 3),
     ("affine", 4, 256, "bfloat16", 70, 256, 264, 64, 256, 128, 8, 1, 2),
     ("affine", 8, 64, "bfloat16", 17, 192, 136, 16, 128, 64, 4, 4, 4),
+    ("affine", 8, 64, "bfloat16", 130, 128, 136, 128, 128, 64, 4, 2, 2),
     ("affine", 8, 16, "float16", 8, 128, 136, 8, 128, 64, 4, 1, 2),
     ("nf4", 4, 64, "bfloat16", 3, 256, 136, 8, 128, 128, 4, 1, 2),
     ("nf4", 4, 64, "float16", 3, 128, 136, 8, 128, 64, 4, 2, 2),

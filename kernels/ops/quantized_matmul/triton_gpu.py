@@ -135,7 +135,9 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
             "groups divide or that divides them, and two stages; change these, or take turned = False"
         )
     of_scales = (EXPONENTS if scales.dtype == jnp.uint8 else SCALES).value
-    out = jax.ShapeDtypeStruct((cfg.splits, M, F), jnp.float32 if cfg.splits > 1 else x.dtype)
+    # Whole tiles of 128 rows are stored: to leave out some, a thread computes more of places than it has registers for.
+    rows = M if cfg.block_m < 128 else triton.cdiv(M, cfg.block_m) * cfg.block_m
+    out = jax.ShapeDtypeStruct((cfg.splits, rows, F), jnp.float32 if cfg.splits > 1 else x.dtype)
     registers = 65536 // (32 * (cfg.num_warps + 4) * cfg.programs) // 8 * 8
     chunks = max(1, cfg.block_d // group_size)
     (parts,) = triton_launch(
@@ -151,7 +153,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         num_warps=cfg.num_warps,
         max_registers=min(255, registers),
         work=Work(2 * M * D * F, nbytes(x, w, scales, biases, out)),
-        M=M,
+        M=rows,
         D=D,
         F=F,
         MODE=mode,
@@ -164,7 +166,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         STAGES=cfg.num_stages,
         FEEDING=88 if registers >= 128 else 40,
     )
-    return parts
+    return parts[:, :M]
 
 
 def _dequantized(w, scales, biases, dtype, mode, bits, group_size, cfg):
@@ -254,6 +256,15 @@ def heuristic(call, platform):
     )
 
 
+def candidates(call):
+    first = heuristic(call, "cuda")
+    if first.dense or not first.turned:
+        return [first]
+    tiles = [{"block_f": 128, "num_warps": 4, "programs": 2}, {"block_f": 256, "num_warps": 8, "programs": 1}]
+    rest = [{"splits": n * first.splits, "num_stages": stages} for n in (1, 2) for stages in (4, 6)]
+    return [first, *(dataclasses.replace(first, **tile, **depth) for tile in tiles for depth in rest)]
+
+
 op.register(
     forward,
     backward,
@@ -261,4 +272,5 @@ op.register(
     dtypes={"float32", "bfloat16", "float16"},
     rejects=lambda call: "x has no rows" if 0 in call.x.shape else None,
     heuristic=heuristic,
+    candidates=candidates,
 )
