@@ -4,6 +4,7 @@ from faults import Fault
 
 GRID = "tests/test_ops.py -k 'quantized_matmul and triton'"
 PALLAS = "tests/test_ops.py -k 'quantized_matmul and pallas'"
+HOPPER = "tests/kernels/test_quantized_matmul_hopper.py"
 
 FAULTS = (
     Fault("quantized matmul: x is not in the order of the codes", "arranged", "$BITS == 8", "$BITS >= 4", GRID),
@@ -42,6 +43,69 @@ FAULTS = (
         "$cfg.chunks if $chunk == $group_size else 1",
         "$cfg.chunks",
         GRID,
+    ),
+    Fault(
+        "quantized matmul: codes that are unpacked one by one are not dequantised",
+        "quantized_matmul/triton_gpu:heuristic",
+        "not $few or $M > MOST_ROWS",
+        "$M > MOST_ROWS",
+        GRID,
+    ),
+    Fault(
+        "quantized matmul on Hopper: x is in the order of words",
+        "_in_order",
+        "$x.reshape((M, D // 32, 4, 2, 2, 2)).permute(0, 1, 4, 5, 2, 3)",
+        "$x.reshape((M, D // 32, 4, 2, 2, 2))",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: both halves are the first",
+        "quantized_matmul/gluon_kernels:_multiply",
+        "_unpacked($ring, $stage, $zero, 1, $$rest)",
+        "_unpacked($ring, $stage, $zero, 0, $$rest)",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: the second code of a word that is no number is one",
+        "quantized_matmul/gluon_kernels:_pair",
+        "$without + 0x00010001",
+        "$without + 0x00000001",
+        f"{HOPPER} -k no_number",
+    ),
+    Fault(
+        "quantized matmul on Hopper: a scale that is no number is infinite",
+        "quantized_matmul/gluon_kernels:_of_words",
+        "gl.where($scale == 255, 0x7FC0, $scale << 7)",
+        "$scale << 7",
+        f"{HOPPER} -k no_number",
+    ),
+    Fault(
+        "quantized matmul on Hopper: x is multiplied before a fence",
+        "quantized_matmul/gluon_kernels:_feed",
+        "fence_async_shared()",
+        "pass",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: a stage is free while it is multiplied",
+        "quantized_matmul/gluon_kernels:_multiply",
+        "mbarrier.arrive($free.index(gl.where($stage == 0, STAGES - 1, $stage - 1)), pred=$step > $first)",
+        "mbarrier.arrive($free.index($stage))",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: numbers of nf4 from 8 on are those below",
+        "_nf4",
+        "0xFBEA if PART >= 2 else 0xD9C8",
+        "0x7362 if PART >= 2 else 0x5140",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: a program with one stage waits for itself",
+        "quantized_matmul/triton_gpu:_turned",
+        "$cfg.num_stages > 1",
+        "$cfg.num_stages > 0",
+        f"{HOPPER} -k does_not_fit",
     ),
     Fault(
         "quantized matmul on TPUs: the end of a code in the next word is not read",

@@ -1,5 +1,6 @@
 """quantize and quantized_matmul: every format bit by bit against NumPy, products and gradients, memory, meshes, refusals."""
 
+import dataclasses
 import functools
 
 import jax
@@ -237,7 +238,7 @@ def test_words_copied_by_tma(mode, bits, dtype, chunks):
     words, scales, biases = quantize(jnp.asarray(rng.standard_normal((320, 48)), dtype), mode, bits=bits)
     x = jnp.asarray(rng.standard_normal((18, 320)), dtype)
     want = np.asarray(x, np.float64) @ numpy_weights(words, scales, biases, mode, bits)
-    cfg = QuantizedMatmulConfig(block_m=16, block_f=32, splits=2, chunks=chunks, num_warps=2, dense=False)
+    cfg = QuantizedMatmulConfig(block_m=16, block_f=32, splits=2, chunks=chunks, num_warps=2, dense=False, turned=False)
     how = {"mode": mode, "bits": bits, "cfg": cfg}
     with interpret(90):
         got = quantized_matmul(x, words, scales, biases, platform="triton", **how)
@@ -245,6 +246,7 @@ def test_words_copied_by_tma(mode, bits, dtype, chunks):
     assert error(got, want) < 2 * float(jnp.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [
@@ -253,7 +255,7 @@ def test_words_copied_by_tma(mode, bits, dtype, chunks):
         pytest.param("mxfp4", 4, 32, marks=pytest.mark.slow),
     ],
 )
-def test_weights_are_unpacked_in_registers(mode, bits, group_size):
+def test_weights_are_unpacked_in_registers(mode, bits, group_size, turned):
     """Shared memory holds what is copied to it, and no weights: the compiler finds the layout that `joined` is written for."""
     M, D, F, floats = 16, 4096, 4096, "uint8" if mode == "mxfp4" else "bfloat16"
     shapes = {"x": ((M, D), "bfloat16"), "w": ((D * bits // 32, F), "uint32"), "scales": ((D // group_size, F), floats)}
@@ -261,12 +263,18 @@ def test_weights_are_unpacked_in_registers(mode, bits, group_size):
     arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
     how = {"mode": mode, "bits": bits, "group_size": group_size}
     cfg = op.backends["triton_gpu"].heuristic(op.bind(**arguments, **how), "cuda")
+    assert cfg.turned
+    if not turned:
+        tiles = {"block_m": 16, "block_f": 128, "splits": 4, "chunks": 4 if bits == 4 else 2, "num_stages": 3}
+        cfg = dataclasses.replace(cfg, turned=False, **tiles)
     (kernel,) = ahead_of_time.export_cuda(lambda a: op(**a, **how, platform="triton", cfg=cfg), arguments).kernels
-    depth = cfg.chunks * group_size
+    assert kernel.name == ("unpacked_matmul_kernel" if turned else "quantized_matmul_kernel")
+    depth = cfg.block_d if turned else cfg.chunks * group_size
     rows = [(M, depth * 2), (depth * bits // 32, cfg.block_f * 4)]
-    rows += [(cfg.chunks, cfg.block_f * jnp.dtype(floats).itemsize)] * (len(arguments) - 2)
+    rows += [(depth // group_size, cfg.block_f * jnp.dtype(floats).itemsize)] * (len(arguments) - 2)
     stage = sum(count * width for count, width in rows)
-    assert stage < kernel.shared_memory_bytes < cfg.num_stages * stage
+    stages = cfg.num_stages - (not turned)  # Triton's loop has one fewer
+    assert stages * stage <= kernel.shared_memory_bytes < stages * stage + 1024
 
 
 # -- on a mesh ---------------------------------------------------------------------------------------------------------

@@ -25,10 +25,13 @@ class QuantizedMatmulConfig(Tunables):
 
     Attributes:
       block_m, block_f: rows of x and columns of the weights of a tile.
-      block_d: entries of D of a step (Pallas).
+      block_d: entries of D of a step (Pallas, and Triton's turned kernel).
       splits: programs that share the D of a tile, each with a partial sum (Triton).
-      chunks: parts of D with one scale each that a step multiplies (Triton).
+      chunks: parts of D with one scale each that a step multiplies (Triton's kernel for any GPU).
       num_warps, num_stages: warps of a program, and depth of its software pipeline (Triton).
+      turned: whether Hopper's tensor cores multiply the weights, transposed, from the registers in which they are unpacked
+        (Triton); each of `num_warps` warps then has a multiple of 32 columns, and four more feed them.
+      programs: turned programs that a multiprocessor has registers for.
       dense: whether the weights are dequantised once, to be multiplied by XLA.
       dequantize_block_d, dequantize_block_f, dequantize_num_warps: the tile of that kernel, and its warps.
     """
@@ -40,6 +43,8 @@ class QuantizedMatmulConfig(Tunables):
     chunks: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    turned: bool | None = None
+    programs: int | None = None
     dense: bool | None = None
     dequantize_block_d: int | None = None
     dequantize_block_f: int | None = None
@@ -116,8 +121,6 @@ op = Op(
     quantized_matmul,
     no_gradient=("scales", "biases"),
     config=QuantizedMatmulConfig,
-    # Triton's kernels run where they are asked for: nobody has yet compared their numbers with the contract's on a GPU.
-    priority=("pallas_tpu", "xla", "triton_gpu"),
     local_dims={"lead", "F"},
     weights=("w", "scales", "biases"),
     cases=(

@@ -126,45 +126,6 @@ def quantized_matmul_kernel(
 
 
 @triton.jit
-def gathered_matmul_kernel(
-    x_ptr,
-    w_ptr,
-    s_ptr,
-    b_ptr,
-    table_ptr,
-    out_ptr,  # [SPLITS, M, F]
-    M: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    MODE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
-    part = tl.program_id(1)
-    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    STEPS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    acc = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
-    for step in tl.range(part * EACH, tl.minimum(part * EACH + EACH, STEPS), num_stages=STAGES):
-        d = step * BLOCK_D + tl.arange(0, BLOCK_D)
-        here = (rows < M)[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * D + d[None, :], mask=here, other=0.0)
-        mask = (d < D)[:, None] & (cols < F)[None, :]
-        weights = gathered(w_ptr, s_ptr, b_ptr, table_ptr, d, cols, mask, F, MODE, BITS, GROUP)
-        # Past the end of D there may be no scale, and zero times anything but a number is no zero.
-        weights = tl.where(mask, weights, 0.0).to(x_ptr.dtype.element_ty)
-        acc = tl.dot(x, weights, acc, input_precision="ieee")
-    out = out_ptr + (part * M + rows).to(tl.int64)[:, None] * F + cols[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < F)[None, :])
-
-
-@triton.jit
 def dequantize_kernel(
     w_ptr,
     s_ptr,

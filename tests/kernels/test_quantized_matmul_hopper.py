@@ -1,0 +1,65 @@
+"""quantized_matmul's kernel for Hopper, interpreted: its numbers. On a GPU: tests/gpu/test_quantized_matmul_gpu.py."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hopper import interpreted
+from hopper_quantized import CALLS, arrays_of, check
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from kernels import quantized_matmul
+from kernels.framework.interpret import interpret
+from kernels.ops.quantized_matmul import gluon_kernels, op, triton_gpu
+from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
+def test_numbers(call, monkeypatch):
+    with interpreted(monkeypatch, op, triton_gpu):
+        check(*call)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_the_code_of_e4m3_that_is_no_number(code, monkeypatch):
+    """And its neighbours are numbers, 448 among them; a scale of 255 is none either."""
+    words = np.zeros((8, 16), np.uint32)
+    words[0, 0], words[1, 1], words[2, 2] = code << 24, (code - 1) << 8, 0x01
+    scales = np.full((1, 16), 127, np.uint8)
+    words[:, 5], scales[0, 5] = 0x38383838, 255
+    with interpreted(monkeypatch, op, triton_gpu):
+        x = jnp.ones((2, 32), jnp.bfloat16)
+        got = np.asarray(quantized_matmul(x, jnp.asarray(words), jnp.asarray(scales), mode="mxfp8", platform="triton"))
+    assert np.isnan(got[:, [0, 5]]).all()
+    assert got[0, [1, 2, 3]].astype(np.float32).tolist() == [-448.0 if code > 128 else 448.0, 2.0**-9, 0.0]
+
+
+def test_the_first_trace_of_its_functions():
+    """A function of NumPy in one of them fails the first trace of a process, and no later one."""
+    functions = [f for f in vars(gluon_kernels).values() if isinstance(f, GluonJITFunction)]
+    assert len(functions) > 10
+    for function in functions:
+        assert GluonJITFunction(function.fn).cache_key
+
+
+REFUSED = [
+    ({"block_d": 32}, {}, "block_d = 32"),
+    ({"block_m": 24}, {}, "block_m = 24"),
+    ({"num_warps": 8}, {}, "block_f = 128, block_d = 64, num_warps = 8"),
+    ({"num_stages": 1}, {}, "num_stages = 1"),
+    ({}, {"scales": "float32"}, "scales of x's dtype"),
+    ({"turned": False, "dense": False}, {"x": "float32"}, "dense = False"),
+]
+
+
+@pytest.mark.parametrize(("fields", "dtypes", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_a_configuration_that_a_call_does_not_fit(fields, dtypes, message):
+    arrays = types.SimpleNamespace()
+    arrays.x, arrays.w, arrays.scales, arrays.biases = arrays_of("affine", 4, 64, "bfloat16", 4, 128, 128)
+    for name, dtype in dtypes.items():
+        setattr(arrays, name, getattr(arrays, name).astype(dtype))
+    cfg = QuantizedMatmulConfig(**{"block_m": 8, "block_f": 128, "block_d": 64, "splits": 1, "chunks": 1, "num_warps": 4,
+                                   "num_stages": 2, "programs": 1, "turned": True, "dense": False} | fields)  # fmt: skip
+    with interpret(90), pytest.raises(ValueError, match=message):
+        quantized_matmul(**vars(arrays), bits=4, platform="triton", cfg=cfg)
