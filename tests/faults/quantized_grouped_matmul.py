@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "packed groups: GPUs loop over groups",
         "grouped_matmul/packed:packed_op",
-        "('composed', 'xla', 'triton_gpu')",
-        "('xla', 'composed', 'triton_gpu')",
+        "('composed', 'xla', 'triton_packed')",
+        "('xla', 'composed', 'triton_packed')",
         f"{TESTS} -k gpus_take",
     ),
     Fault(

@@ -14,7 +14,10 @@ import ejdist
 import kernels
 from ejdist import make_mesh
 from kernels import quantize, quantized_grouped_matmul
+from kernels.framework.interpret import interpret
 from kernels.ops.grouped_matmul import packed_op
+from kernels.ops.grouped_matmul.packed import QuantizedGroupedMatmulConfig
+from kernels.toolchains.simulate import ahead_of_time
 
 RNG = np.random.default_rng(0)
 SIZES = np.array([5, 0, 2, 4])
@@ -85,6 +88,44 @@ def test_what_gpus_take(experts, taken):
     assert {c.platform: c.backend.name for c in choices} == {
         "cpu": "xla", "cuda": taken, "rocm": "xla", "tpu": "xla",
     }  # fmt: skip
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "bits", "dtype"), [
+    ("affine", 4, "bfloat16"), ("affine", 8, "float16"), ("nf4", 4, "bfloat16"), ("mxfp4", 4, "float16"),
+    ("mxfp8", 8, "bfloat16"),
+])  # fmt: skip
+def test_words_are_unpacked_where_they_lie(mode, bits, dtype):
+    """With groups of several tiles, of none, rows of no group, and columns that end in the middle of a tile."""
+    rng, sizes = np.random.default_rng(1), np.array([20, 0, 33, 1])
+    words, scales, biases = quantize(jnp.asarray(rng.standard_normal((4, 192, 40)), dtype), mode, bits=bits)
+    x = jnp.asarray(rng.standard_normal((59, 192)), dtype)
+    each = [(words[e], scales[e], None if biases is None else biases[e]) for e in range(4)]
+    weights = np.stack([numpy_weights(*of, mode, bits) for of in each])
+    group = np.repeat([0, 1, 2, 3, -1], [*sizes, 5])
+    want = np.stack([np.asarray(x[m], np.float64) @ weights[g] * (g >= 0) for m, g in enumerate(group)])
+    cfg = QuantizedGroupedMatmulConfig(block_m=16, block_f=32, num_warps=2, dense=False)
+    with interpret():
+        got = quantized_grouped_matmul(
+            x, words, scales, biases, jnp.asarray(sizes), mode=mode, bits=bits, platform="triton", cfg=cfg
+        )
+    assert error(got, want) < 2 * float(jnp.finfo(dtype).eps)
+
+
+def test_matrices_are_unpacked_in_registers():
+    """Shared memory holds what is copied to it, and no numbers."""
+    arguments = dict(zip(("x", "w", "scales", "biases", "group_sizes"), shapes(128, 2048, 1536, 512), strict=True))
+    how = {"mode": "affine", "bits": 4, "group_size": 64}
+    cfg = packed_op.backends["triton_packed"].heuristic(packed_op.bind(**arguments, **how), "cuda")
+    program = ahead_of_time.export_cuda(lambda a: packed_op(**a, **how, platform="triton", cfg=cfg), arguments)
+    (kernel,) = [k for k in program.kernels if k.name == "packed_matmul_kernel"]
+    stage = cfg.block_m * 64 * 2 + 64 // 8 * cfg.block_f * 4 + 2 * cfg.block_f * 2 + cfg.block_m * 4
+    assert stage < kernel.shared_memory_bytes < cfg.num_stages * stage
+
+
+# -- on a mesh ---------------------------------------------------------------------------------------------------------
 
 
 def test_columns_may_be_split():

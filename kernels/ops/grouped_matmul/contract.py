@@ -225,7 +225,7 @@ def _offset(value: int) -> Callable:
 
 def even(rng: np.random.Generator, dims: Any) -> jax.Array:
     """Sizes as from a slightly uneven router."""
-    shares = rng.dirichlet(np.full(dims["G"], 8.0))
+    shares = rng.dirichlet(np.full(dims.get("G", dims["E"]), 8.0))
     return jnp.asarray(rng.multinomial(dims["M"], shares), jnp.int32)
 
 

@@ -120,7 +120,7 @@ packed_op = Op(
     no_gradient=("scales", "biases"),
     config=QuantizedGroupedMatmulConfig,
     # Kernels that unpack run where they are asked for: nobody has yet compared their numbers with the contract's on a GPU.
-    priority=("composed", "xla", "triton_gpu"),
+    priority=("composed", "xla", "triton_packed"),
     local_dims={"F"},
     see_also={"M": "moe", "D": "moe", "E": "moe"},
     weights=("w", "scales", "biases"),
