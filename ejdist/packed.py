@@ -3,6 +3,9 @@
 A packed matrix is [sums, others]: the dims that a product sums over are flattened, and so are the others. Each device packs the
 part that it stores and multiplies with the part that it reads, so no group of numbers with one scale may cross to another
 device. The first dim of each side alone may be split; what does not fit so is not packed (`obstacle`).
+
+The matrices of experts are [experts, sums, others], and the grouped products of a mixture read them. Where another dim of the
+others is split, as the features beside gate and up, columns are in the order of the device that has them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from ejdist.layout import axes_in, current_layout, on_mesh, row_of, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
 from ejdist.precision import LEAST
+from kernels.engines.matmul.permutation import picked
 from kernels.framework.dispatch import vary_alike
+from kernels.framework.segments import searchsorted
 
 # Name -> how `kernels.quantize` packs.
 FORMATS: dict[str, dict[str, Any]] = {
@@ -43,7 +48,9 @@ def check_format(what: str, name: Any) -> None:
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["words", "scales", "biases"], meta_fields=["shape", "sums", "form"]
+    jax.tree_util.register_dataclass,
+    data_fields=["words", "scales", "biases"],
+    meta_fields=["shape", "sums", "form", "experts"],
 )
 @dataclass(frozen=True)
 class Packed:
@@ -52,6 +59,7 @@ class Packed:
     Attributes:
       words, scales, biases: as `kernels.quantize` returns them of a matrix [sums, others].
       shape: of the matrix before. sums: how many of its first dims a product sums over. form: a name of `FORMATS`.
+      experts: whether the first dim is that of experts, before those.
     """
 
     words: Any
@@ -60,10 +68,29 @@ class Packed:
     shape: tuple[int, ...]
     sums: int
     form: str
+    experts: bool = False
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """The shape before as [sums, others], or [experts, sums, others]."""
+        return _flat(self.shape, self.sums, self.experts)
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [a for a in (self.words, self.scales, self.biases) if a is not None]
+
+
+def _flat(shape: Sequence[int], sums: int, experts: bool) -> tuple[int, ...]:
+    inputs = experts + sums
+    return (*shape[:experts], math.prod(shape[experts:inputs]), math.prod(shape[inputs:]))
 
 
 def obstacle(stack: Any, dims: Sequence[str], inputs: Sequence[str], form: str) -> str | None:
@@ -73,23 +100,36 @@ def obstacle(stack: Any, dims: Sequence[str], inputs: Sequence[str], form: str) 
       dims: of one matrix. inputs: those that a product sums over.
     """
     shape, sums, group = stack.shape[1:], len(inputs), FORMATS[form]["group_size"]
-    if list(dims[:sums]) != list(inputs) or sums == len(dims):
+    experts = of_experts(dims)
+    first = experts + sums  # of the others
+    if list(dims[experts:first]) != list(inputs) or first == len(dims):
         return "their inputs are not their first dims"
-    sizes = math.prod(shape[:sums]), math.prod(shape[sums:])
-    if min(sizes) < LEAST:
+    *_, rows, columns = _flat(shape, sums, experts)
+    if min(rows, columns) < LEAST:
         return f"fewer than {LEAST} inputs or outputs"
     place = _place(stack)
-    specs = [()] if place is None else [place.spec, _used(dims, shape, place.mesh)]
-    for entries in specs:
-        entries = _entries(entries, len(dims))
-        inner = [a for i, entry in enumerate(entries) if i not in (0, sums) for a in axes_in([entry])]
-        if inner:
+    stored, used = ((), ()) if place is None else (place.spec, _used(dims, shape, place.mesh))
+    stored, used = (_entries(entries, len(dims)) for entries in (stored, used))
+    for entries in (stored, used):
+        inner = [a for i in range(experts, len(dims)) if i not in (experts, first) for a in axes_in([entries[i]])]
+        # Of experts another dim of the outputs may be, if it is all that is split there, and wherever the matrices are.
+        if inner and not (experts and _columns(stored, first) == _columns(used, first) == [*inner]):
             return f"mesh axis {inner[0]} splits a dim other than the first of their inputs or outputs"
-        parts = 1 if place is None else math.prod(place.mesh.shape[a] for a in axes_in([entries[0]]))
-        if sizes[0] % (parts * group):
+        parts = 1 if place is None else math.prod(place.mesh.shape[a] for a in axes_in([entries[experts]]))
+        if rows % (parts * group):
             over = f" over {parts} devices" if parts > 1 else ""
-            return f"{sizes[0]} inputs{over} do not divide into groups of {group}, which share a scale"
+            return f"{rows} inputs{over} do not divide into groups of {group}, which share a scale"
     return None
+
+
+def of_experts(dims: Sequence[str]) -> bool:
+    """Returns whether the dims of a matrix begin with that of experts."""
+    return dims[0] == "E"
+
+
+def _columns(entries: Sequence[Any], first: int) -> list[str]:
+    """Returns the mesh axes that split the outputs, whose first dim is that one."""
+    return list(axes_in(entries[first:]))
 
 
 def _place(stack: Any) -> NamedSharding | None:
@@ -107,20 +147,24 @@ def _entries(of: Any, ndim: int) -> tuple[Any, ...]:
     return (*of, *[None] * (ndim - len(of)))
 
 
-def _of_words(rows: Any, columns: Any) -> Any:
-    """Returns the spec of [sums, others], of the entries of the first dims of both."""
-    return spec(["D", "F"], {"D": tuple(axes_in([rows])), "F": tuple(axes_in([columns]))})
+def _of_words(*entries: Any) -> Any:
+    """Returns the spec of [sums, others], or [experts, sums, others], of entries of the dims before."""
+    dims = ["E", "D", "F"][-len(entries) :]
+    return spec(dims, {d: tuple(axes_in([entry])) for d, entry in zip(dims, entries, strict=True)})
 
 
-def packed_rows(stack: jax.Array, sums: int, form: str, dtype: Any, donate: bool) -> list[Packed]:
+def packed_rows(
+    stack: jax.Array, sums: int, form: str, dtype: Any, donate: bool, experts: bool = False
+) -> list[Packed]:
     """Returns the rows of a stack of matrices, each packed where it lies: one after the other, so that beside the stack and the
     results there are one row's numbers at a time.
 
     Args:
       sums: how many of a matrix's first dims a product sums over.
       dtype: the rows are rounded to it before, and scales are of it. donate: delete the stack.
+      experts: a row is the matrices of as many experts as its first dim has; one is packed after the other.
     """
-    function = _packing(stack.shape[1:], sums, form, dtype, _place(stack))
+    function = _packing(stack.shape[1:], sums, form, dtype, _place(stack), experts)
     rows = [function(stack, i) for i in range(stack.shape[0])]
     if donate:
         stack.delete()
@@ -128,22 +172,28 @@ def packed_rows(stack: jax.Array, sums: int, form: str, dtype: Any, donate: bool
 
 
 @lru_cache(maxsize=256)
-def _packing(shape: tuple[int, ...], sums: int, form: str, dtype: Any, place: NamedSharding | None) -> Any:
+def _packing(
+    shape: tuple[int, ...], sums: int, form: str, dtype: Any, place: NamedSharding | None, experts: bool = False
+) -> Any:
     """Returns the function of `packed_rows` that packs one row, compiled once for all stacks of a shape and place."""
 
-    def parts(row: jax.Array) -> tuple[jax.Array, ...]:
-        words, scales, biases = kernels.quantize(row.reshape(math.prod(row.shape[:sums]), -1), **FORMATS[form])
+    def matrix(w: jax.Array) -> tuple[jax.Array, ...]:
+        words, scales, biases = kernels.quantize(w.reshape(_flat(w.shape, sums, False)), **FORMATS[form])
         return (words, scales) if biases is None else (words, scales, biases)
+
+    def parts(row: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.lax.map(matrix, row) if experts else matrix(row)
 
     def of_row(stack: jax.Array, i: Any) -> Packed:
         row = jax.lax.dynamic_index_in_dim(stack, i, keepdims=False).astype(dtype)
         if place is None:
             made = parts(row)
         else:
-            entries = _entries(place.spec, len(shape))
-            made = map_shards(parts, place.mesh, (place.spec,), _of_words(entries[0], entries[sums]))(row)
+            entries, first = _entries(place.spec, len(shape)), experts + sums
+            where = _of_words(*entries[: experts + 1], tuple(axes_in(entries[first:])))
+            made = map_shards(parts, place.mesh, (place.spec,), where)(row)
         words, scales, *biases = made
-        return Packed(words, scales, biases[0] if biases else None, shape, sums, form)
+        return Packed(words, scales, biases[0] if biases else None, shape, sums, form, experts)
 
     return jax.jit(of_row)
 
@@ -174,7 +224,7 @@ def packed_product(
         )
     how = FORMATS[weight.form] | {"platform": platform}
     x = jnp.transpose(x, [dims_x.index(d) for d in (*kept, *summed)])
-    arrays = [a for a in (weight.words, weight.scales, weight.biases) if a is not None]
+    arrays = weight.arrays
 
     def product(x: jax.Array, *arrays: jax.Array) -> jax.Array:
         """Returns it of a device's part."""
@@ -198,3 +248,33 @@ def packed_product(
         specs = where, *[_of_words(rows, columns)] * len(arrays)
         out = map_shards(on_shard, here, specs, result)(x, *arrays)
     return jnp.transpose(out, [[*kept, *others].index(d) for d in dims_out])
+
+
+def packed_experts(
+    x: jax.Array,
+    weight: Packed,
+    bias: jax.Array | None,
+    sizes: jax.Array,
+    *,
+    platform: str | None,
+    rows: jax.Array | None = None,
+    slots: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the products [M, others] of rows sorted by expert, each with the packed matrix of its own, in x's dtype; it has a
+    gradient for x.
+
+    Args:
+      x: [M, sums], or tokens with `rows` and `slots` as in `kernels.grouped_matmul`.
+      bias: of each expert, added to its rows; of any shape with as many numbers as `others`. sizes: rows of each expert.
+      platform: backend of `kernels.quantized_grouped_matmul`.
+    """
+    if rows is not None and slots is not None:
+        x = picked(x, rows, slots)
+    x, *arrays = vary_alike((x, *weight.arrays))
+    words, scales, *biases = arrays
+    how = FORMATS[weight.form] | {"platform": platform}
+    out = kernels.quantized_grouped_matmul(x, words, scales, biases[0] if biases else None, sizes, **how)
+    if bias is None:
+        return out
+    expert = searchsorted(jnp.cumsum(sizes), jnp.arange(len(out)), side="right").clip(0, len(sizes) - 1)
+    return (out + bias.reshape(len(sizes), -1)[expert]).astype(out.dtype)

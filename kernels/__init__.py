@@ -40,7 +40,7 @@ from kernels.ops.delta_rule import (
 )
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_activation, gated_mlp
-from kernels.ops.grouped_matmul import grouped_matmul
+from kernels.ops.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels.ops.kl_divergence import fused_kl_divergence
 from kernels.ops.layer_norm import layer_norm, layer_norm_linear
 from kernels.ops.linear_attention import (

@@ -10,8 +10,9 @@ import pytest
 from test_generation import Known, finish, placed, prompts
 
 import kernels
+from ejdist.experts import moe
 from ejdist.generation import Engine
-from ejdist.layout import ACTIVATIONS, sharding
+from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 from ejdist.mesh import make_mesh
 from ejdist.models.config import (
     ExpertsShape,
@@ -45,6 +46,8 @@ KINDS = {
         "layer_pattern": ["full+experts"],
         "experts": ExpertsShape(num=4, top_k=2, ffn_dim=128, shared_dim=128, shared_gate=True),
     },
+    # Of two devices each has 96 of the features, which are the inputs of a matrix.
+    "uneven": {"layer_pattern": ["full+experts"], "experts": ExpertsShape(num=4, top_k=2, ffn_dim=192)},
     "hybrid": {
         "layer_pattern": ["gated_delta+mlp", "full+mlp"],
         "gated_delta": GatedDeltaShape(num_key_heads=4, num_value_heads=4, key_dim=32, value_dim=32),
@@ -52,18 +55,21 @@ KINDS = {
 }
 ATTENTION = {"query": 1, "key": 1, "value": 1, "output": 2}
 MLP = {"gate": 1, "up": 1, "down": 1}
+EXPERTS = {"experts_gate_up": 1, "experts_down": 1}
 # Of each kind: what is packed, with how many dims a product sums over; and what is not.
 PACKED = {
     "dense": {**ATTENTION, **MLP, "query_gate": 1},
     "latent": {"query_down": 1, "latent_query": 1, "latent_output": 2, "ungated_up": 1, "ungated_down": 1},
-    "mixture": {**ATTENTION, "shared_gate": 1, "shared_up": 1, "shared_down": 1},
+    "mixture": {**ATTENTION, **EXPERTS, "shared_gate": 1, "shared_up": 1, "shared_down": 1},
+    "uneven": {**ATTENTION, "experts_gate_up": 1},
     "hybrid": {**ATTENTION, **MLP, "gated_delta_in": 1, "gated_delta_gate": 1, "gated_delta_output": 2},
 }
 SEVERAL, FEW = "multiplied as a batch of matrices, which has no packed form", "fewer than 128 inputs or outputs"
 STAYS = {
     "dense": {},
     "latent": {SEVERAL: ["key_up", "value_up"], FEW: ["latent_down"]},
-    "mixture": {SEVERAL: ["experts_gate_up", "experts_down"]},
+    "mixture": {},
+    "uneven": {"192 inputs over 2 devices do not divide into groups of 64, which share a scale": ["experts_down"]},
     "hybrid": {FEW: ["gated_delta_rates"]},
 }
 # As kernels.quantize and kernels.dequantize take them.
@@ -76,14 +82,18 @@ HOW = {
 }
 
 
-def represented(w, sums, form):
-    """The matrices [L, inputs, outputs] that packed ones stand for."""
-    flat = w.reshape(w.shape[0], int(np.prod(w.shape[1 : 1 + sums])), -1)
+def represented(w, sums, form, experts=False):
+    """The matrices [L, inputs, outputs], or [L, experts, inputs, outputs], that packed ones stand for."""
+    lead = 1 + experts
+    flat = w.reshape(*w.shape[:lead], int(np.prod(w.shape[lead : lead + sums])), -1)
     return kernels.dequantize(*kernels.quantize(flat, **HOW[form]), **HOW[form]).reshape(w.shape)
 
 
 def with_represented(params, kind, form):
-    layers = {k: represented(w, PACKED[kind][k], form) if k in PACKED[kind] else w for k, w in params["layers"].items()}
+    layers = {
+        k: represented(w, PACKED[kind][k], form, k in EXPERTS) if k in PACKED[kind] else w
+        for k, w in params["layers"].items()
+    }
     return {**params, "layers": layers}
 
 
@@ -95,7 +105,11 @@ def with_represented(params, kind, form):
         ("mixture", "mxfp4", {}),
         ("hybrid", "int8", {}),
         ("dense", "int4", {"tp": 2}),
+        ("uneven", "int4", {"tp": 2}),
         pytest.param("mixture", "mxfp8", {"ep": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("mixture", "int4", {"ep": 2}, marks=pytest.mark.slow),
+        pytest.param("mixture", "int8", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("mixture", "nf4", {"fsdp": 2}, marks=pytest.mark.slow),
         pytest.param("latent", "int8", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("hybrid", "int4", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("dense", "mxfp4", {"fsdp": 2, "tp": 2}, marks=pytest.mark.slow),
@@ -125,9 +139,10 @@ def test_texts_are_those_of_the_numbers_that_are_packed(kind, form, axes):
     assert stays == STAYS[kind] | {"outside of the layers": outside}
     of_layers = [(k, x) for layer in engine._weights["layers"] for part, _ in layer.values() for k, x in part.items()]
     assert {k for k, x in of_layers if isinstance(x, Packed)} == PACKED[kind].keys()
-    # A latent is whole on each device.
+    # A latent is whole on each device, and over ep all but the experts.
+    over = {*EXPERTS} if axes == {"ep": 2} else PACKED[kind].keys() - {"query_down"}
     split = {k for k, x in of_layers if isinstance(x, Packed) and not x.words.sharding.is_fully_replicated}
-    assert split == (PACKED[kind].keys() - {"query_down"} if mesh else set())
+    assert split == (over if mesh else set())
 
 
 RECURRENT = {
@@ -260,6 +275,54 @@ def test_packing_needs_room_for_one_matrix(form):
     bits = {"int8": 8.5, "int4": 4.5, "nf4": 4.25, "mxfp4": 4.25, "mxfp8": 8.25}[form]
     assert memory.temp_size_in_bytes <= 4.01 * 512 * 1024
     assert memory.output_size_in_bytes == pytest.approx(512 * 1024 * bits / 8, rel=1e-3)
+
+
+def test_experts_are_packed_one_at_a_time():
+    """Beside a layer's in the compute dtype."""
+    E, D, F = 32, 256, 128
+    stack = jax.ShapeDtypeStruct((2, E, D, 2, F), jnp.bfloat16)
+    memory = _packing(stack.shape[1:], 1, "int4", jnp.bfloat16, None, True).lower(stack, 0).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= (2 * E + 4 * 8) * D * 2 * F  # in float32 a layer's are 4 E
+    assert memory.output_size_in_bytes == pytest.approx(E * D * 2 * F * 4.5 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("axes", [{}, {"ep": 2}, pytest.param({"fsdp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "gelu"])
+def test_a_mixture_of_packed_experts(activation, axes):
+    """With biases, in value and in the gradient of the tokens: as that of the numbers that are packed."""
+    rng, E, D, F = np.random.default_rng(7), 4, 128, 128
+    arrays = {"gate": (E, D, 2, F), "down": (E, F, D), "gate_bias": (E, 2, F), "down_bias": (E, D), "router": (D, E)}
+    arrays = {n: rng.standard_normal(shape, np.float32) / 8 for n, shape in arrays.items()}
+    x, d = (rng.standard_normal((2, 8, D), np.float32) for _ in range(2))
+    mesh = make_mesh(**axes) if axes else None
+    whole, packed = dict(arrays), {n: jnp.asarray(w) for n, w in arrays.items()}
+    for name, dims in (("gate", "E D _ F"), ("down", "E F D")):
+        stack = jnp.asarray(arrays[name])[None]
+        whole[name] = represented(arrays[name][None], 1, "int4", experts=True)[0]
+        if mesh is not None:
+            where = sharding(mesh, ("_", *dims.split()), PARAMETERS, shape=stack.shape, what=name)
+            stack = jax.device_put(stack, where)
+        (packed[name],) = packed_rows(stack, 1, "int4", jnp.float32, False, experts=True)
+
+    @partial(jax.jit, static_argnames="mesh")
+    def run(x, weights, mesh):
+        of = partial(moe, top_k=2, activation=activation, mesh=mesh, stored_weights=mesh is not None)
+        out, pull = jax.vjp(lambda x: of(x, **weights)[0], x)
+        return out, pull(d)[0]
+
+    for got, want in zip(run(x, packed, mesh), run(x, whole, None), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_experts_that_do_not_fit_are_one_sentence():
+    stack = jnp.ones((1, 4, 128, 2, 128))
+    (gate,) = packed_rows(stack, 1, "int4", jnp.float32, False, experts=True)
+    (matrix,) = packed_rows(stack[:, 0, :, 0], 1, "int4", jnp.float32, False)
+    of = partial(moe, jnp.ones((1, 2, 128)), jnp.ones((128, 4)), gate, top_k=2)
+    with pytest.raises(ValueError, match="argument 'gate' is packed, and packed experts have gate and up in one"):
+        of(up=jnp.ones((4, 128, 128)), down=jnp.ones((4, 128, 128)))
+    with pytest.raises(ValueError, match=r"argument 'down' must be \[E, F, D\] = .*, packed as matrices of experts"):
+        of(down=matrix)
 
 
 def test_what_is_packed_is_not_quantised_again():

@@ -38,7 +38,7 @@ def _product(arguments: dict[str, Any]) -> Callable:
     import torch
 
     from benchmarks.torch_programs import to_torch
-    from kernels.ops.quantized_matmul.formats import unpack
+    from kernels.engines.matmul.formats import unpack
 
     codes = np.asarray(unpack(arguments["w"], 4)).astype(np.uint8).T
     packed = torch.from_numpy(codes[:, ::2] << 4 | codes[:, 1::2]).to("cuda")

@@ -20,6 +20,7 @@ from ejdist.experts.products import expert_mlp, stays
 from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
 from ejdist.layout import Specs, current_layout
+from ejdist.packed import Packed, packed_experts
 from ejdist.precision import BF16, PRECISIONS, check_device
 from ejdist.sharded import sharded
 from kernels.framework.binding import is_array, is_float_array
@@ -49,7 +50,16 @@ def _check_experts(x: Any, router: Any, params: dict[str, Any], ranks: int) -> N
     gate = params["gate"]
     fused = params["up"] is None
     expected = "[E, D, 2, F], with 'up' left out, or [E, D, F]"
-    if not is_float_array(gate) or gate.ndim != (4 if fused else 3) or (fused and gate.shape[2] != 2):
+    packed = [name for name, w in params.items() if isinstance(w, Packed)]
+    if packed and not fused:
+        raise _refuse(
+            packed[0], "is packed, and packed experts have gate and up in one, 'gate' [E, D, 2, F]; leave out 'up'"
+        )
+    if (
+        not (is_float_array(gate) or isinstance(gate, Packed))
+        or gate.ndim != (4 if fused else 3)
+        or (fused and gate.shape[2] != 2)
+    ):
         got = f"{gate.dtype} of shape {gate.shape}" if is_array(gate) else type(gate).__name__
         raise _refuse("gate", f"must be a float array {expected}, got {got}" + ("; give 'up'" if fused else ""))
     E, D, F = gate.shape[0], x.shape[2], gate.shape[-1]
@@ -69,7 +79,12 @@ def _check_experts(x: Any, router: Any, params: dict[str, Any], ranks: int) -> N
     if fused and params["up_bias"] is not None:
         raise _refuse("up_bias", "is for 'up', which is in 'gate'; give both biases as 'gate_bias' [E, 2, F]")
     for name, (shape, dims) in shapes.items():
-        if params[name] is not None or name == "down":
+        if name in packed:
+            if params[name].shape != shape or not params[name].experts:
+                raise _refuse(
+                    name, f"must be {dims} = {shape}, packed as matrices of experts, got {params[name].shape}"
+                )
+        elif params[name] is not None or name == "down":
             _check_shape(name, params[name], shape, dims, x.dtype)
 
 
@@ -131,6 +146,9 @@ def _expert(activation: str, alpha: float, limit: float, precision: str, platfor
     if precision != BF16:
         return functools.partial(expert_mlp, activation=activation, platform=platform)
 
+    def halves(both: jax.Array) -> list[jax.Array]:
+        return jnp.split(both, 2, axis=-1)
+
     def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
         g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
         g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
@@ -143,6 +161,9 @@ def _expert(activation: str, alpha: float, limit: float, precision: str, platfor
             x: jax.Array, name: str, activation: str | None = None, flat: bool = False, **gathering: jax.Array
         ) -> jax.Array:
             w, b = params[name], params.get(f"{name}_bias")
+            if isinstance(w, Packed):
+                out = packed_experts(x, w, b, sizes, platform=platform, **gathering)
+                return out if activation is None else kernels.gated_activation(*halves(out), activation=activation)
             if flat:
                 w, b = w.reshape(*w.shape[:2], -1), b if b is None else b.reshape(b.shape[0], -1)
             options = {"rhs_bias": b, "activation": activation, "platform": platform}
@@ -153,7 +174,7 @@ def _expert(activation: str, alpha: float, limit: float, precision: str, platfor
             if "up" in params:
                 hidden = clamped(first("gate"), first("up"))
             else:
-                hidden = clamped(*jnp.split(first("gate", flat=True), 2, axis=-1))
+                hidden = clamped(*halves(first("gate", flat=True)))
         elif "up" in params:
             hidden = first("gate", activation) * first("up")
         else:
@@ -167,7 +188,7 @@ def _expert(activation: str, alpha: float, limit: float, precision: str, platfor
 def moe(
     x: jax.Array,
     router: jax.Array,
-    gate: jax.Array,
+    gate: Any,
     up: Any = None,
     down: Any = None,
     *,
@@ -207,6 +228,7 @@ def moe(
       x: [B, T, D]. router: [D, E], of any float dtype.
       gate, up: [E, D, F]; or `gate` [E, D, 2, F] with both, and no `up`: one product reads the rows once. down: [E, F, D].
         A checkpoint whose columns of the two alternate (GPT-OSS) is the latter by `.reshape(E, D, F, 2).swapaxes(2, 3)`.
+        Of a generation both may be `ejdist.packed.Packed`, `gate` with `up` in it.
       top_k: experts of a token.
       activation: "silu", "gelu", "gelu_tanh" or "relu"; or "clamped_swiglu", of GPT-OSS: with g at most `limit` and u within
         `limit` of 0, g sigmoid(alpha g) (u + 1).

@@ -31,6 +31,7 @@ from ejdist.layout import (
 )
 from ejdist.mapped import map_shards
 from ejdist.mesh import axis_is_bound, current_mesh, is_explicit
+from ejdist.packed import Packed
 from ejdist.placement import mesh_of
 from kernels.framework import select
 from kernels.framework.binding import is_array
@@ -180,6 +181,7 @@ def _refuse(argument: str, what: str) -> ValueError:
 
 def _axes(x: Any, gate: Any, mesh: Any, named: tuple[str, ...], in_specs: Any, stored: Axes | None) -> dict[str, Any]:
     """Returns dim -> mesh axes."""
+    gate = gate.words if isinstance(gate, Packed) else gate
     seen = [(("B", "T", "D"), x), (("E", "W", "F") if gate.ndim == 3 else ("E", "W", "_", "F"), gate)]
     specs: Sequence[Any] | None = None
     if in_specs is not None:
@@ -279,7 +281,7 @@ def apply_experts(
         how = replace(how, scheme=LOCAL)
     how = chosen(how, place, tokens, num_experts, weights.shape[-1], x, params, on_choice)
     key = (mesh, tuple(sorted(axes.items())))
-    shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
+    shapes = tuple(sorted((n, p.flat if isinstance(p, Packed) else p.shape) for n, p in params.items()))
     chosen_by = (interpreting(), select.state(None))
     program = _compiled(_Program(key, place.alike, apply, num_experts, how, (x.shape, shapes), chosen_by, mesh, axes))
     return program(x, experts, weights, dict(params))
@@ -332,7 +334,10 @@ def _compiled(p: _Program) -> Callable:
     def body(x: Any, experts: Any, weights: Any, params: dict) -> Any:
         for name, w in params.items():
             if inside and "W" in dims(name) and shapes[name][dims(name).index("W")] > 1:
-                params[name] = jax.lax.all_gather(w, inside, axis=dims(name).index("W"), tiled=True)
+                gathered = functools.partial(
+                    jax.lax.all_gather, axis_name=inside, axis=dims(name).index("W"), tiled=True
+                )
+                params[name] = jax.tree.map(gathered, w)
         if "down_bias" in params and axes["F"]:  # add the bias once, not on every device with a part of F
             params["down_bias"] = jnp.where(jax.lax.axis_index(axes["F"]) == 0, params["down_bias"], 0)
         out, traffic = through(x, experts, weights, params, p.apply, p.num_experts, axes["E"], p.how)

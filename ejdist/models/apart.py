@@ -23,7 +23,7 @@ from ejdist.models.packing import Packing
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.stack import cast, check_rows, layers_of, parts_of, used
-from ejdist.packed import packed_rows
+from ejdist.packed import of_experts, packed_rows
 
 Layers = list[dict[str, tuple[Any, ...]]]  # of each layer, by part: (parameters, buffers)
 
@@ -52,7 +52,8 @@ def layers_apart(
         dtype = c.compute_dtype if p.cast else None
         if packing is None or name not in packing.packed:
             return rows_of(params[name], dtype, donate)
-        return packed_rows(params[name], len(p.inputs.split()), packing.form, dtype or params[name].dtype, donate)
+        dtype, sums = dtype or params[name].dtype, len(p.inputs.split())
+        return packed_rows(params[name], sums, packing.form, dtype, donate, of_experts(p.dims.split()))
 
     rows = {}
     for name, part in parts_of(c).items():

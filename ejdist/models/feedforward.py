@@ -143,6 +143,7 @@ class UngatedMLP(Part):
 WAITS: str | None = "experts in 8 bits have not been shown to train as in bfloat16"
 
 
+_ROUTED = ("experts_gate_up", "experts_down")
 _SHARED = ("shared_gate", "shared_up", "shared_down")
 
 
@@ -188,10 +189,10 @@ class Experts(Part):
         why = WAITS or stays(c.precision, c.model_dim, m.ffn_dim, m.activation or c.activation, m.bias)
         shared = _SHARED if m.shared_dim else ()
         always = dict.fromkeys(shared, "shared experts have no products in 8 bits")
-        return {"experts_gate_up": why, "experts_down": why} | always
+        return dict.fromkeys(_ROUTED, why) | always
 
     def packs(self, c: DecoderShape) -> Collection[str]:
-        return _SHARED if c.experts.shared_dim else ()
+        return (*_ROUTED, *(_SHARED if c.experts.shared_dim else ()))
 
     def chosen(self, c: DecoderShape) -> float:
         return c.experts.top_k / c.experts.num
@@ -219,7 +220,7 @@ class Experts(Part):
 
     def _mixed(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Stats]:
         c, ops, m = ctx.config, ctx.ops, ctx.config.experts
-        narrow = isinstance(params["experts_down"], Narrow)
+        narrow = all(isinstance(params[n], Narrow) for n in _ROUTED)  # packed ones are not, each by itself
         params = {n: w.values if isinstance(w, Narrow) else w for n, w in params.items()}
         whole = {
             n: ops.gather(params[n], d.dims)

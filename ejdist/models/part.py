@@ -70,7 +70,7 @@ class Part:
 
     def packs(self, c: DecoderShape) -> Collection[str]:
         """Returns the matrices that a generation may have packed (`ejdist.packed`): `ops.project` alone multiplies with them,
-        and in a step each is one product that sums over its inputs."""
+        and in a step each is one product that sums over its inputs; or `ops.moe` does, those of dims that begin with E."""
         return [name for name, p in self.declare(c).items() if p.adapts]
 
     def chosen(self, c: DecoderShape) -> float:

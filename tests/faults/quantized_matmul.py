@@ -21,14 +21,14 @@ FAULTS = (
     ),
     Fault(
         "quantized matmul: ties are rounded up",
-        "quantized_matmul/formats:quantized",
+        "matmul/formats:quantized",
         "tuple(($code % 2 == 1 for $code in range(7)))",
         "(True,) * 7",
         f"{QUANTIZED} -k ties",
     ),
     Fault(
         "quantized matmul: the codes are chosen for another scale than is kept",
-        "quantized_matmul/formats:quantized",
+        "matmul/formats:quantized",
         "jnp.frexp($largest)[1] - 1",
         "jnp.frexp($largest)[1]",
         QUANTIZED,

@@ -309,10 +309,10 @@ def test_every_code_of_eight_bits(code):
 
 def _maps(sizes, offset, experts, rows, block_m):
     """Every row is in one tile, with the matrix of its group; a tile has rows of one group; the rest are zero rows."""
-    from kernels.ops.grouped_matmul.triton_gpu import _tile_map
+    from kernels.ops.grouped_matmul.triton_gpu import tile_map
 
     with interpret():
-        where = _tile_map(jnp.asarray(sizes, jnp.int32), jnp.int32(offset), rows, experts, block_m)
+        where = tile_map(jnp.asarray(sizes, jnp.int32), jnp.int32(offset), rows, experts, block_m)
     tiles, limits = np.asarray(where.tiles), np.asarray(where.bounds)
     group = np.repeat(np.arange(len(sizes)), sizes)[:rows] - offset
     group = np.r_[group, np.full(rows - len(group), -1)]

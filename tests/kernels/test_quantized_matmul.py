@@ -16,10 +16,10 @@ import ejdist
 import kernels
 from ejdist import make_mesh
 from kernels import dequantize, quantize, quantized_matmul
+from kernels.engines.matmul.formats import FP4, NF4, pack, unpack
 from kernels.framework.interpret import interpret
 from kernels.ops.quantized_matmul import op
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig
-from kernels.ops.quantized_matmul.formats import FP4, NF4, pack, unpack
 from kernels.ops.quantized_matmul.xla import tile_of
 from kernels.toolchains.simulate import ahead_of_time
 

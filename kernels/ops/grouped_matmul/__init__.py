@@ -8,13 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.engines.matmul.formats import packing
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.public import Prepared, public
 from kernels.framework.requests import check_groups, check_slots, known
 from kernels.framework.segments import indices, searchsorted
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, gathered_op, op, quantized_op
+from kernels.ops.grouped_matmul.packed import packed_op
 
-__all__ = ["ACTIVATIONS", "gathered_op", "grouped_matmul", "op", "quantized_op"]
+__all__ = [
+    "ACTIVATIONS",
+    "gathered_op",
+    "grouped_matmul",
+    "op",
+    "packed_op",
+    "quantized_grouped_matmul",
+    "quantized_op",
+]
 
 QUANTIZED = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 
@@ -243,3 +253,55 @@ def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
     """Returns the rows of x permuted by `order`. Since it is a permutation, the gradient is a gather, not a
     scatter-add."""
     return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+@public(packed_op)
+def quantized_grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    scales: jax.Array,
+    biases: jax.Array | None,
+    group_sizes: Any,
+    *,
+    zeros: jax.Array | None = None,
+    mode: str = "affine",
+    bits: int | None = None,
+    group_size: int | None = None,
+) -> Prepared:
+    """Returns [M, F] in x's dtype: each row of x times the packed matrix of its group, accumulated in float32.
+
+    Rows of a group are contiguous. Groups may be empty; rows past the last group are zero.
+
+    Args:
+      x: [M, D].
+      w, scales, biases: as `quantize` returns them of [E, D, F]: uint32 [E, D * bits / 32, F], and [E, D / group_size, F];
+        biases are None unless the mode is affine.
+      group_sizes: int [E], rows of each group. Sizes that are traced, or on an accelerator, are not checked: a group then ends
+        at the last row.
+      zeros, mode, bits, group_size: as in `quantized_matmul`.
+
+    x has a gradient; the weights have none.
+
+    Raises:
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
+
+    >>> import jax.numpy as jnp
+    >>> from kernels import quantize
+    >>> w = jnp.array([1.0, 2.0])[:, None, None] * (jnp.arange(32.0)[:, None] % 16)
+    >>> print(quantized_grouped_matmul(jnp.ones((3, 32)), *quantize(w, bits=4, group_size=32), jnp.array([2, 1]))[:, 0])
+    [240. 240. 480.]
+    """
+    name = "quantized_grouped_matmul"
+    if not is_float_array(x) or x.ndim != 2 or not x.shape[1]:
+        raise ValueError(f"{name}: argument 'x' must be a float array [M, D], got {_shape(x)}")
+    if not is_array(w) or w.ndim != 3:
+        raise ValueError(f"{name}: argument 'w' must be words [E, D * bits / 32, F] from `quantize`, got {_shape(w)}")
+    how, biases = packing(name, x.shape[1], w, scales, biases, zeros=zeros, mode=mode, bits=bits, group_size=group_size)
+    sizes = jnp.asarray(group_sizes) if isinstance(group_sizes, (list, tuple)) else group_sizes
+    if not is_array(sizes) or sizes.shape != w.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"{name}: argument 'group_sizes' must be integers [E] with E = {w.shape[0]} of 'w', the number of rows of each "
+            f"group, got {_shape(sizes)}"
+        )
+    check_groups(name, sizes, x.shape[0], "x")
+    return Prepared(packed_op.bind(x, w, scales, biases, sizes.astype(jnp.int32), **how))

@@ -215,7 +215,7 @@ def autotune_key(call: Call) -> str:
     return " ".join([call.dtype, *filter(None, used), f"rows{rows}"])
 
 
-def _sizes(*sizes: int) -> Callable:
+def fixed(*sizes: int) -> Callable:
     return lambda rng, dims: jnp.asarray(sizes, jnp.int32)
 
 
@@ -223,9 +223,9 @@ def _offset(value: int) -> Callable:
     return lambda rng, dims: jnp.asarray(value, jnp.int32)
 
 
-def _even(rng: np.random.Generator, dims: Any) -> jax.Array:
+def even(rng: np.random.Generator, dims: Any) -> jax.Array:
     """Sizes as from a slightly uneven router."""
-    shares = rng.dirichlet(np.full(dims["G"], 8.0))
+    shares = rng.dirichlet(np.full(dims.get("G", dims["E"]), 8.0))
     return jnp.asarray(rng.multinomial(dims["M"], shares), jnp.int32)
 
 
@@ -272,7 +272,7 @@ def _none(rng: Any, dims: Any) -> None:
 
 def _case(name, sizes, *tags, arrays=(), make=None, shapes=None, activation=None, **dims) -> Case:
     options = {} if activation is None else {"activation": activation}
-    sizes_of = _sizes(*sizes) if isinstance(sizes, tuple) else sizes
+    sizes_of = fixed(*sizes) if isinstance(sizes, tuple) else sizes
     make = {"rhs_transposed": _none, "group_sizes": sizes_of, **(make or {})}
     return Case(name, dims, options, arrays, make, shapes or {}, frozenset(tags))
 
@@ -304,14 +304,14 @@ op = Op(
         ),
         _case("long_groups", (150, 1, 0, 49), "slow", M=200, D=16, E=4, G=4, F=8),
         _case(
-            "qwen3_gate_up", _even, "bench", "code", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, M=65536, **_LAYER,
+            "qwen3_gate_up", even, "bench", "code", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, M=65536, **_LAYER,
         ),
-        _case("qwen3_down", _even, "bench", "code", M=65536, D=768, E=128, G=128, F=2048),
-        _case("qwen3_up", _even, "bench", M=131072, **_LAYER),
+        _case("qwen3_down", even, "bench", "code", M=65536, D=768, E=128, G=128, F=2048),
+        _case("qwen3_up", even, "bench", M=131072, **_LAYER),
         _case("qwen3_up_zipf", _zipf, "bench", M=131072, **_LAYER),
-        _case("deepseek_lite_up", _even, "bench", M=65536, **_LITE),
+        _case("deepseek_lite_up", even, "bench", M=65536, **_LITE),
         _case("deepseek_lite_up_zipf", _zipf, "bench", M=65536, **_LITE),
-        _case("mixtral_up", _even, "bench", M=32768, **_MIXTRAL),
+        _case("mixtral_up", even, "bench", M=32768, **_MIXTRAL),
         _case("mixtral_up_zipf", _zipf, "bench", M=32768, **_MIXTRAL),
     ),
     work=work,
@@ -342,7 +342,7 @@ quantized_op = Op(
             shapes={"rhs_bias": (3, 2, 7)}, M=23, D=5, E=3, G=4, F=7,
         ),
         _case(
-            "qwen3_int8", _even, "bench", "code", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (128, 1, 768)},
+            "qwen3_int8", even, "bench", "code", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (128, 1, 768)},
             M=65536, **_LAYER,
         ),
     ),
@@ -376,7 +376,7 @@ gathered_op = Op(
             M=30, D=12, E=3, G=3, F=9, tokens=20, C=2,
         ),
         _case(
-            "qwen3_gate_up", _even, "bench", "code", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, make=_PICKED,
+            "qwen3_gate_up", even, "bench", "code", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, make=_PICKED,
             M=131072, tokens=16384, C=8, **_LAYER,
         ),
     ),

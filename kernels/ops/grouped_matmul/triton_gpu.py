@@ -44,7 +44,8 @@ class _Map(NamedTuple):
     block_m: int
 
 
-def _tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int, block_m: int) -> _Map:
+def tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int, block_m: int) -> _Map:
+    """Returns the tiles of `block_m` rows of the groups of so many matrices, computed on the device."""
     bound = rows // block_m + experts + 2
     block_e = triton.next_power_of_2(experts + 2)
     block_t = max(16, min(64, 8192 // block_e))
@@ -79,7 +80,7 @@ class _Maps:
 
     def of(self, block_m: int) -> _Map:
         if block_m not in self._made:
-            self._made[block_m] = _tile_map(*self._of, block_m)
+            self._made[block_m] = tile_map(*self._of, block_m)
         return self._made[block_m]
 
     def any(self) -> _Map:

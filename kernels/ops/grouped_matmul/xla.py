@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.engines.matmul.formats import dequantized
 from kernels.ops.combine_rows import combine_rows
 from kernels.ops.grouped_matmul.contract import activated, gathered_op, op, quantized_op
 from kernels.ops.grouped_matmul.groups import bounds, gathered_rows
+from kernels.ops.grouped_matmul.packed import packed_op
 
 # Rows per tile, largest first. Few sizes keep the number of products per group small; a small last one wastes little.
 TILES = (128, 32, 8)
@@ -74,24 +76,14 @@ def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
 
 
 class _Weights(NamedTuple):
-    """The matrices in the layout of the call: `d_dim` is the dim of D in a matrix, 0 or, transposed, 1; the other one is
-    `width`."""
+    """The matrices of a call. `matrix`: e -> that of group e, [D, width] or [width, D], with gate and up concatenated, in the
+    dtype of lhs; `d_dim`, the dim of D in it, is 0 or, transposed, 1."""
 
+    matrix: Callable[[jax.Array], jax.Array]
     arrays: jax.Array
-    scale: jax.Array | None
     bias: jax.Array | None
     d_dim: int
     width: int
-    dtype: Any
-
-    def matrix(self, e: jax.Array) -> jax.Array:
-        """Returns matrix e [D, width] or [width, D], with gate and up concatenated, in the dtype of lhs."""
-        w = self.arrays[e]
-        if self.scale is not None:
-            scale = jnp.repeat(self.scale[e], w.shape[0 if self.d_dim == 0 else -1] // self.scale.shape[1], axis=0)
-            scale = jnp.moveaxis(scale, 0, -1) if self.d_dim else scale
-            w = (w.astype(jnp.float32) * scale.astype(jnp.float32)).astype(self.dtype)
-        return w.reshape((-1, self.width) if self.d_dim == 0 else (self.width, -1))
 
     def products(self, e: jax.Array, matrix: jax.Array, tile: jax.Array) -> jax.Array:
         """Returns the products of rows, in float32, [rows, F] or, gated, [rows, 2, F]."""
@@ -104,7 +96,25 @@ def _weights(lhs: jax.Array, rhs: Any, rhs_transposed: Any, rhs_bias: Any, rhs_s
     arrays, d_dim = (rhs, 0) if rhs_transposed is None else (rhs_transposed, 1)
     _, *rest = arrays.shape
     width = rest[-1 - d_dim] * (rest[1 - d_dim] if len(rest) == 3 else 1)
-    return _Weights(arrays, rhs_scale, rhs_bias, d_dim, width, lhs.dtype)
+
+    def matrix(e: jax.Array) -> jax.Array:
+        w = arrays[e]
+        if rhs_scale is not None:
+            scale = jnp.repeat(rhs_scale[e], w.shape[0 if d_dim == 0 else -1] // rhs_scale.shape[1], axis=0)
+            scale = jnp.moveaxis(scale, 0, -1) if d_dim else scale
+            w = (w.astype(jnp.float32) * scale.astype(jnp.float32)).astype(lhs.dtype)
+        return w.reshape((-1, width) if d_dim == 0 else (width, -1))
+
+    return _Weights(matrix, arrays, rhs_bias, d_dim, width)
+
+
+def _unpacked(x: jax.Array, w: jax.Array, scales: jax.Array, biases: Any, **how: Any) -> _Weights:
+    """Returns matrices that are unpacked one at a time, where the rows of their group are multiplied."""
+
+    def matrix(e: jax.Array) -> jax.Array:
+        return dequantized(w[e], scales[e], None if biases is None else biases[e], **how).astype(x.dtype)
+
+    return _Weights(matrix, w, None, 0, w.shape[-1])
 
 
 def _forward(lhs: jax.Array, w: _Weights, group_sizes: Any, group_offset: Any, activation: str | None) -> jax.Array:
@@ -207,6 +217,16 @@ def quantized_backward(saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, 
     return {"lhs": d_lhs} if rhs_bias is None else {"lhs": d_lhs, "rhs_bias": d_bias}
 
 
+def packed_forward(x, w, scales, biases, group_sizes, mode, bits, group_size):
+    weights = _unpacked(x, w, scales, biases, mode=mode, bits=bits, group_size=group_size)
+    return _forward(x, weights, group_sizes, None, None)
+
+
+def packed_backward(saved, x, w, scales, biases, group_sizes, mode, bits, group_size):
+    weights = _unpacked(x, w, scales, biases, mode=mode, bits=bits, group_size=group_size)
+    return {"x": _backward(saved.d_out, x, weights, group_sizes, None, None, of_weights=False)[0]}
+
+
 def gathered_forward(lhs, rhs, rhs_transposed, group_sizes, rows, slots, group_offset, rhs_bias, activation):
     return forward(gathered_rows(lhs, rows), rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation)
 
@@ -220,4 +240,5 @@ def gathered_backward(saved, lhs, rhs, rhs_transposed, group_sizes, rows, slots,
 _WHERE = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}, "symbolic": {"M"}}
 op.register(forward, backward, **_WHERE)
 quantized_op.register(quantized_forward, quantized_backward, **_WHERE)
+packed_op.register(packed_forward, packed_backward, **_WHERE)
 gathered_op.register(gathered_forward, gathered_backward, platforms=_WHERE["platforms"], dtypes=_WHERE["dtypes"])

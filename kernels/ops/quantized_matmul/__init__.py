@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.engines.matmul.formats import (
+    FORMATS,
+    check_packed,
+    checked_format,
+    dequantized,
+    integer,
+    of_mode,
+    offsets,
+    packing,
+    quantized,
+    widths,
+)
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.options import checked
 from kernels.framework.public import Prepared, public
 from kernels.framework.requests import known
 from kernels.ops.quantized_matmul.contract import op
-from kernels.ops.quantized_matmul.formats import FORMATS, RUN, Format, dequantized, quantized
 
 __all__ = ["dequantize", "op", "quantize", "quantized_matmul"]
 
@@ -23,32 +33,6 @@ _HOW = ("mode", "bits", "group_size")
 # Jitted, because in an eager call each step would be a separate program.
 _quantized = functools.partial(jax.jit, static_argnames=_HOW)(quantized)
 _dequantized = functools.partial(jax.jit, static_argnames=_HOW)(dequantized)
-
-
-def _of_mode(function: str, mode: Any, bits: Any = None) -> Format:
-    """Returns the format of a mode, after checking `bits` if given."""
-    if mode not in FORMATS:
-        raise ValueError(f"{function}: argument 'mode' = {mode!r} is unknown; use one of {', '.join(FORMATS)}")
-    form = FORMATS[mode]
-    if bits is not None and (bits not in form.bits or isinstance(bits, bool)):
-        some = " or ".join(map(str, form.bits))
-        raise ValueError(f"{function}: argument 'bits' = {bits!r} is not valid for mode {mode!r}; use {some}")
-    return form
-
-
-def _format(function: str, mode: Any, bits: Any, group_size: Any, D: int) -> Format:
-    """Returns the format of a mode, after checking its bits and group size."""
-
-    def refuse(argument: str, what: str) -> ValueError:
-        return ValueError(f"{function}: argument {argument!r} {what}")
-
-    form = _of_mode(function, mode, bits)
-    if not isinstance(group_size, int) or group_size < 1 or (form.group_sizes and group_size not in form.group_sizes):
-        some = " or ".join(map(str, form.group_sizes)) or "a positive integer"
-        raise refuse("group_size", f"= {group_size!r} is not valid for mode {mode!r}; use {some}")
-    if D % group_size or D % RUN:  # runs of codes are packed as a whole
-        raise refuse("group_size", f"= {group_size} must divide D = {D}, and so must {RUN}")
-    return form
 
 
 @checked
@@ -89,9 +73,9 @@ def quantize(
         got = f"{w.dtype} of shape {w.shape}" if is_array(w) else type(w).__name__
         raise ValueError(f"quantize: argument 'w' must be a float array [..., D, F], got {got}")
     default = FORMATS.get(mode, FORMATS["affine"])
-    bits = default.default_bits if bits is None else _integer(bits)
-    group_size = default.default_group if group_size is None else _integer(group_size)
-    _format("quantize", mode, bits, group_size, w.shape[-2])
+    bits = default.default_bits if bits is None else integer(bits)
+    group_size = default.default_group if group_size is None else integer(group_size)
+    checked_format("quantize", mode, bits, group_size, w.shape[-2])
     words, scales, biases = _quantized(jnp.asarray(w), mode=mode, bits=bits, group_size=group_size)
     steps = known(scales) if mode == "affine" else None
     if steps is not None and not np.isfinite(steps.astype(np.float32) * (2**bits - 1)).all() and jnp.isfinite(w).all():
@@ -100,54 +84,6 @@ def quantize(
             "represent; divide w by a constant, and multiply the product by it"
         )
     return words, scales, biases
-
-
-def _integer(value: Any) -> Any:
-    return value.item() if isinstance(value, np.integer) else value
-
-
-def _check_packed(function: str, w: Any, scales: Any) -> None:
-    """Raises ValueError for arrays that are not packed as by `quantize`."""
-    for name, x in (("w", w), ("scales", scales)):
-        if not is_array(x) or x.ndim < 2 or 0 in x.shape[-2:]:
-            got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
-            raise ValueError(f"{function}: argument {name!r} must be an array returned by `quantize`, got {got}")
-    if w.dtype != jnp.uint32:
-        raise ValueError(f"{function}: argument 'w' must be packed uint32 from `quantize`, got {w.dtype}")
-    if scales.shape[:-2] != w.shape[:-2] or scales.shape[-1] != w.shape[-1]:
-        raise ValueError(f"{function}: argument 'scales' of shape {scales.shape} does not fit 'w' of shape {w.shape}")
-
-
-def _measured(function: str, D: int, w: Any, scales: Any, bits: Any, group_size: Any) -> tuple[int, int]:
-    """Returns (bits, group_size), inferred from the shapes; explicit values must agree."""
-    checks = {"bits": (32 * w.shape[-2], D, bits, "w"), "group_size": (D, scales.shape[-2], group_size, "scales")}
-    result = []
-    for name, (a, b, passed, argument) in checks.items():
-        if a % b or (passed is not None and passed != a // b):
-            of = "" if passed is None else f" with {name} = {passed}"
-            x = w if argument == "w" else scales
-            raise ValueError(f"{function}: argument {argument!r} of shape {x.shape} does not fit D = {D}{of}")
-        result.append(a // b)
-    return result[0], result[1]
-
-
-def _biases(function: str, scales: Any, biases: Any, zeros: Any, mode: str) -> Any:
-    """Returns the biases, computed from zeros if these are given, after checking them against the mode."""
-    if biases is not None and zeros is not None:
-        raise ValueError(f"{function}: arguments 'biases' and 'zeros' are equivalent (bias = -scale * zero); pass one")
-    if (mode == "affine") != (biases is not None or zeros is not None):
-        what = "needs 'biases', or 'zeros'" if mode == "affine" else "has neither 'biases' nor 'zeros'"
-        raise ValueError(f"{function}: argument 'biases': mode {mode!r} {what}")
-    name, offsets = ("zeros", zeros) if biases is None else ("biases", biases)
-    if offsets is not None and (not is_array(offsets) or offsets.shape != scales.shape):
-        raise ValueError(f"{function}: argument {name!r} must have the shape of 'scales', {scales.shape}")
-    expected = "uint8" if FORMATS[mode].exponents else "float"
-    if (scales.dtype == jnp.uint8) != FORMATS[mode].exponents or (expected == "float" and not is_float_array(scales)):
-        raise ValueError(f"{function}: argument 'scales' of mode {mode!r} must be {expected}, got {scales.dtype}")
-    if zeros is None:
-        return biases
-    # In float32, like the products with codes: rounded to the dtype of scales, the code for zero would not give 0.
-    return -scales.astype(jnp.float32) * zeros.astype(jnp.float32)
 
 
 @checked
@@ -174,9 +110,9 @@ def dequantize(
     >>> bool(jnp.allclose(dequantize(*quantize(w, bits=8, group_size=32), bits=8), w, atol=0.1))
     True
     """
-    _check_packed("dequantize", w, scales)
-    bits, group_size = _integer(bits), _integer(group_size)
-    form = _of_mode("dequantize", mode)
+    check_packed("dequantize", w, scales)
+    bits, group_size = integer(bits), integer(group_size)
+    form = of_mode("dequantize", mode)
     if bits is None and len(form.bits) == 1:
         bits = form.default_bits
     if bits is None and group_size is None:
@@ -191,9 +127,9 @@ def dequantize(
                 f"dequantize: argument 'group_size' = {group_size} exceeds the number of codes in 'w' of shape {w.shape}"
             )
     D = w.shape[-2] * 32 // bits
-    bits, group_size = _measured("dequantize", D, w, scales, bits, group_size)
-    _format("dequantize", mode, bits, group_size, D)
-    biases = _biases("dequantize", scales, biases, zeros, mode)
+    bits, group_size = widths("dequantize", D, w, scales, bits, group_size)
+    checked_format("dequantize", mode, bits, group_size, D)
+    biases = offsets("dequantize", scales, biases, zeros, mode)
     return _dequantized(w, scales, biases, mode=mode, bits=bits, group_size=group_size)
 
 
@@ -230,13 +166,11 @@ def quantized_matmul(
     >>> print(quantized_matmul(jnp.ones(32), *quantize(w, bits=4, group_size=32)))
     [240.]
     """
+    name = "quantized_matmul"
     if not is_float_array(x) or x.ndim < 1 or not x.shape[-1]:
         got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
-        raise ValueError(f"quantized_matmul: argument 'x' must be a float array [*lead, D], got {got}")
-    if mode not in FORMATS:
-        _format("quantized_matmul", mode, bits, group_size, x.shape[-1])
-    _check_packed("quantized_matmul", w, scales)
-    bits, group_size = _measured("quantized_matmul", x.shape[-1], w, scales, bits, group_size)
-    _format("quantized_matmul", mode, bits, group_size, x.shape[-1])
-    biases = _biases("quantized_matmul", scales, biases, zeros, mode)
-    return Prepared(op.bind(x, w, scales, biases, mode=mode, bits=bits, group_size=group_size))
+        raise ValueError(f"{name}: argument 'x' must be a float array [*lead, D], got {got}")
+    how, biases = packing(
+        name, x.shape[-1], w, scales, biases, zeros=zeros, mode=mode, bits=bits, group_size=group_size
+    )
+    return Prepared(op.bind(x, w, scales, biases, **how))

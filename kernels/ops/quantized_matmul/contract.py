@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from kernels.engines.matmul.formats import FORMATS, dequantized
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
 from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
-from kernels.ops.quantized_matmul.formats import FORMATS, dequantized
 
 
 @dataclass(frozen=True)

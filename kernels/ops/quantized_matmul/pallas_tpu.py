@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.engines.matmul.formats import FORMATS, FP4, NF4, RUN, exponents
 from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op
-from kernels.ops.quantized_matmul.formats import FORMATS, FP4, NF4, RUN, exponents
 from kernels.toolchains.pallas import pallas_launch
 
 LANES, SUBLANES = 128, 8

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels.engines.matmul.dot import dot
+from kernels.engines.matmul.formats import RUN, dequantized
 from kernels.ops.quantized_matmul.contract import op
-from kernels.ops.quantized_matmul.formats import RUN, dequantized
 
 TILE = 1 << 20  # maximum number of weights unpacked at once, unless a group has more
 
