@@ -12,6 +12,8 @@ registers of a warp.
 
 from __future__ import annotations
 
+import ml_dtypes
+import numpy as np
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.ops.quantized_matmul.formats import NF4
 from kernels.toolchains.gluon import SWIZZLED, after
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -30,7 +33,10 @@ SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 16, 2))
 EXPONENTS = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 
 
-# -- two 16-bit numbers in a word ----------------------------------------------------------------------------------------
+# -- weights from codes ---------------------------------------------------------------------------------------------------
+#
+# Codes are unpacked two at a time, as two 16-bit numbers of a word. `zero` is 0, which the compiler does not know: of constants it
+# would load those anew that an instruction cannot hold.
 
 
 @gluon.jit
@@ -43,31 +49,77 @@ def _fma(x, y, z, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _twice(x):
-    """Returns words that hold a 16-bit number twice."""
-    return x.to(gl.uint16, bitcast=True).to(gl.int32) * 0x10001
+def _bytes(low, high, places):
+    """Returns four of the eight bytes of two words: those that the four lowest numbers of 4 bits in `places` tell. With its highest
+    bit such a number stands for the highest bit of a byte, eight times."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, places], gl.int32, True, 1)
+
+
+@gluon.constexpr_function
+def _quantiles(dtype, byte, first):
+    """Returns one byte each of four numbers of nf4, from code `first` on."""
+    numbers = np.asarray(NF4, np.float32).astype(ml_dtypes.bfloat16 if dtype == gl.bfloat16 else np.float16)
+    return int(np.ascontiguousarray(numbers.view(np.uint8)[2 * first + byte : 2 * first + 8 : 2]).view(np.int32)[0])
 
 
 @gluon.jit
-def _both(pairs, dtype: gl.constexpr):
-    """Returns the two numbers of each word, in a new last dim."""
-    low = pairs.to(gl.uint16).to(dtype, bitcast=True)
-    return gl.join(low, (pairs >> 16).to(gl.uint16).to(dtype, bitcast=True))
+def _nf4_bytes(words, codes, highest, zero, BYTE: gl.constexpr, dtype: gl.constexpr):
+    """Returns one byte of the numbers of four codes; `highest` has the bits of bytes set whose code is 8 or more."""
+    few = _bytes(zero + _quantiles(dtype, BYTE, 0), zero + _quantiles(dtype, BYTE, 4), codes)
+    more = _bytes(zero + _quantiles(dtype, BYTE, 8), zero + _quantiles(dtype, BYTE, 12), codes)
+    return (few & ~highest) | (more & highest)
 
 
 @gluon.jit
-def _pairs(words, shift: gl.constexpr, scale, bias, zero, MODE: gl.constexpr, dtype: gl.constexpr):
-    """Returns the weights, two in a word, of the codes of 4 bits that begin at bit `shift` and 16 bits above. `zero` is 0, which the
-    compiler does not know: it would load a constant anew for each instruction that has two of them."""
-    words = words >> shift
-    if MODE == "affine":
+def _nf4(words, zero, PART: gl.constexpr, dtype: gl.constexpr):
+    """Returns the numbers of codes 2 PART and 2 PART + 1."""
+    codes = (words & 0x77777777) >> (16 if PART >= 2 else 0)
+    highest = _bytes(words << 4, words, zero + (0xFBEA if PART >= 2 else 0xD9C8))
+    low, high = _nf4_bytes(words, codes, highest, zero, 0, dtype), _nf4_bytes(words, codes, highest, zero, 1, dtype)
+    return _bytes(low, high, zero + (0x7362 if PART % 2 else 0x5140))
+
+
+@gluon.jit
+def _wide(pairs, scale, bias):
+    """Returns bfloat16 weights of two codes of 8 bits in each word, which bfloat16 has no room for: by way of float32."""
+    # With these leading bits a number is 2 ** 23 plus the code.
+    codes = (pairs | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
+    weights = codes * (scale & -0x10000).to(gl.float32, bitcast=True) + (bias & -0x10000).to(gl.float32, bitcast=True)
+    return weights.to(gl.bfloat16)
+
+
+@gluon.jit
+def _pair(words, scale, bias, zero, PART: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr, dtype: gl.constexpr):
+    """Returns two weights of each word, in a new last dim: of the codes that begin at bit PART * BITS and 16 bits above, and of nf4
+    those that begin at 2 PART * BITS."""
+    SHIFT: gl.constexpr = PART * BITS
+    if MODE == "affine" and (BITS == 4 or dtype == gl.float16):
         # With these leading bits a number is 128, or in float16 1024, plus the code in its lowest bits.
         ONE: gl.constexpr = 0x43004300 if dtype == gl.bfloat16 else 0x64006400
         LESS: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
         UNIT: gl.constexpr = 0x3F803F80 if dtype == gl.bfloat16 else 0x3C003C00
-        numbers = (words & (zero + 0x000F000F)) | ONE
-        codes = _fma(numbers, zero + UNIT, zero + LESS, dtype)
-        return _fma(codes, scale, bias, dtype)
+        numbers = ((words >> SHIFT) & (zero + (0x000F000F if BITS == 4 else 0x00FF00FF))) | ONE
+        weights = _fma(_fma(numbers, zero + UNIT, zero + LESS, dtype), scale, bias, dtype)
+    elif MODE == "nf4":
+        weights = _fma(_nf4(words, zero, PART, dtype), scale, zero, dtype)
+    elif MODE == "mxfp4":
+        # Exponent and mantissa in those of a bfloat16: 2 ** -126 of the number.
+        numbers = ((words << (12 - SHIFT)) & -0x7FFF8000) | (
+            (words << (6 - SHIFT) if SHIFT < 6 else words >> (SHIFT - 6)) & 0x01C001C0
+        )
+        weights = _fma(_fma(numbers, zero + 0x7E807E80, zero, dtype), scale, zero, dtype)
+    elif MODE == "mxfp8":
+        # Likewise 2 ** -120 of it. That with all bits set is NaN: one more, and the bit above is.
+        without = (words >> SHIFT) & (zero + 0x007F007F)
+        none = ((without + 0x00010001) & (zero + 0x00800080)) * 0xFF
+        numbers = ((words << (8 - SHIFT)) & -0x7FFF8000) | (without << 4) | none
+        weights = _fma(_fma(numbers, zero + 0x7B807B80, zero, dtype), scale, zero, dtype)
+    if MODE == "affine" and BITS == 8 and dtype == gl.bfloat16:
+        low = _wide((words >> SHIFT) & 0xFF, scale, bias)
+        return gl.join(low, _wide((words >> (SHIFT + 16)) & 0xFF, scale, bias))
+    else:
+        low = weights.to(gl.uint16).to(dtype, bitcast=True)
+        return gl.join(low, (weights >> 16).to(gl.uint16).to(dtype, bitcast=True))
 
 
 @gluon.constexpr_function
@@ -82,26 +134,35 @@ def _weights(words, scale, bias, zero, MODE: gl.constexpr, BITS: gl.constexpr, W
     """Returns weights [HALF, D] where tensor cores read them, from words [HALF, D * BITS / 32]."""
     HALF: gl.constexpr = words.shape[0]
     COUNT: gl.constexpr = words.shape[1]
-    first = gl.join(
-        _both(_pairs(words, 0, scale, bias, zero, MODE, dtype), dtype),
-        _both(_pairs(words, 4, scale, bias, zero, MODE, dtype), dtype),
+    weights = gl.join(
+        _pair(words, scale, bias, zero, 0, MODE, BITS, dtype), _pair(words, scale, bias, zero, 1, MODE, BITS, dtype)
     )
-    second = gl.join(
-        _both(_pairs(words, 8, scale, bias, zero, MODE, dtype), dtype),
-        _both(_pairs(words, 12, scale, bias, zero, MODE, dtype), dtype),
-    )
-    codes = gl.join(first, second)  # code 2 j + h + 4 r of a word is at [.., r, h, j]
-    codes = codes.reshape((HALF, COUNT // 4, 4, 2, 2, 2)).permute(0, 1, 5, 4, 2, 3).reshape((HALF, COUNT * 8))
+    if BITS == 4:
+        second = gl.join(
+            _pair(words, scale, bias, zero, 2, MODE, BITS, dtype), _pair(words, scale, bias, zero, 3, MODE, BITS, dtype)
+        )
+        # Of part h + 2 j the r-th number is at [.., r, h, j].
+        weights = gl.join(weights, second).reshape((HALF, COUNT // 4, 4, 2, 2, 2)).permute(0, 1, 5, 4, 2, 3)
+    else:
+        weights = weights.reshape((HALF, COUNT // 4, 4, 2, 2)).permute(0, 1, 4, 2, 3)
     sums: gl.constexpr = _layout_of_sums(WARPS, BLOCK_M)
-    return gl.convert_layout(codes, gl.DotOperandLayout(0, sums, 2), assert_trivial=True)
+    return gl.convert_layout(
+        weights.reshape((HALF, COUNT * (32 // BITS))), gl.DotOperandLayout(0, sums, 2), assert_trivial=True
+    )
 
 
 @gluon.jit
-def _in_order(x, BITS: gl.constexpr):
-    """Returns x [M, D] with its columns in the order of the codes that `_weights` returns."""
+def _in_order(x, MODE: gl.constexpr, BITS: gl.constexpr):
+    """Returns x [M, D] with its columns in the order of the weights of `_weights`."""
     M: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
-    return x.reshape((M, D // 32, 4, 2, 2, 2)).permute(0, 1, 4, 5, 2, 3).reshape((M, D))
+    if BITS == 8:  # code h + 2 r of word t of four
+        x = x.reshape((M, D // 16, 4, 2, 2)).permute(0, 1, 4, 2, 3)
+    elif MODE == "nf4":  # code r + 2 h + 4 j
+        x = x.reshape((M, D // 32, 4, 2, 2, 2)).permute(0, 1, 3, 4, 2, 5)
+    else:  # code h + 2 j + 4 r
+        x = x.reshape((M, D // 32, 4, 2, 2, 2)).permute(0, 1, 4, 5, 2, 3)
+    return x.reshape((M, D))
 
 
 # -- the kernel ----------------------------------------------------------------------------------------------------------
@@ -158,9 +219,9 @@ def _load(x_desc, w_desc, s_desc, b_desc, ring, row, tile, step, stage, BIASES: 
 
 
 @gluon.jit
-def _feed(x_desc, w_desc, s_desc, b_desc, ring, M: gl.constexpr, D: gl.constexpr, BIASES: gl.constexpr, BITS: gl.constexpr,
-          GROUP: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
+def _feed(x_desc, w_desc, s_desc, b_desc, ring, M: gl.constexpr, D: gl.constexpr, BIASES: gl.constexpr, MODE: gl.constexpr,
+          BITS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
+          BLOCK_D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
     STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
@@ -171,7 +232,7 @@ def _feed(x_desc, w_desc, s_desc, b_desc, ring, M: gl.constexpr, D: gl.constexpr
     for step in range(first, end):
         mbarrier.wait(there.index(stage), phase)
         x_tile = x_tiles.index(stage)
-        x_tile.store(_in_order(x_tile.load(layout), BITS))
+        x_tile.store(_in_order(x_tile.load(layout), MODE, BITS))
         fence_async_shared()
         mbarrier.arrive(full.index(stage))
         stage, phase = after(stage, phase, STAGES)
@@ -215,7 +276,13 @@ def _of_words(tile, WARPS: gl.constexpr, COUNT: gl.constexpr):
     CHUNKS: gl.constexpr = tile.shape[0]
     HALF: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = _layout_of_words(WARPS, HALF, CHUNKS, COUNT // CHUNKS)
-    scale = gl.expand_dims(_twice(tile.permute((1, 0)).load(gl.SliceLayout(2, layout))), 2)
+    scale = tile.permute((1, 0)).load(gl.SliceLayout(2, layout))
+    if tile.dtype == gl.uint8:  # the exponent of a bfloat16; 255 is NaN
+        scale = scale.to(gl.int32)
+        scale = gl.where(scale == 255, 0x7FC0, scale << 7)
+    else:
+        scale = scale.to(gl.uint16, bitcast=True).to(gl.int32)
+    scale = gl.expand_dims(scale * 0x10001, 2)
     scale, _ = gl.broadcast(scale, gl.zeros([HALF, CHUNKS, COUNT // CHUNKS], gl.int32, layout))
     return gl.convert_layout(scale.reshape((HALF, COUNT)), _layout_of_words(WARPS, HALF, COUNT), assert_trivial=True)
 
@@ -301,7 +368,7 @@ def unpacked_matmul_kernel(
     gl.warp_specialize(
         [
             (_multiply, (out_ptr, ring, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES)),
-            (_feed, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, BITS, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
+            (_feed, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, MODE, BITS, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
         ],
         [4],
         [FEEDING],

@@ -37,7 +37,7 @@ PROGRAMS_EACH, LEAST_STEPS = 3, 8
 # Widths of codes that are unpacked where they lie, and the fewest of a group: those of the words of four threads.
 JOINED = {4: 32, 8: 16}
 # Codes that the turned kernel unpacks.
-TURNED = {("affine", 4)}
+TURNED = (("affine", 4), ("affine", 8), ("nf4", 4), ("mxfp4", 4), ("mxfp8", 8))
 
 
 def _chunk(bits: int, group_size: int, itemsize: int) -> int:
@@ -109,7 +109,9 @@ def _turns(x, w, scales, biases, mode, bits, group_size, chunks) -> bool:
     x's dtype, in which it multiplies codes by them."""
     chunk = _chunk(bits, group_size, x.dtype.itemsize)
     step = chunk * (chunks if chunk == group_size else 1)
-    alike = all(a is None or a.dtype in (x.dtype, jnp.uint8) for a in (scales, biases))
+    # The numbers of exponents are too large for float16.
+    dtype = jnp.uint8 if x.dtype == jnp.bfloat16 and mode.startswith("mx") else x.dtype
+    alike = scales.dtype == dtype and (biases is None or biases.dtype == dtype)
     reads = all(_aligned(a) for a in (x, w, scales, biases))
     return (mode, bits) in TURNED and step in (64, 128, 256) and alike and reads and compute_capability() == 90
 

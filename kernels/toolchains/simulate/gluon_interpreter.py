@@ -102,16 +102,36 @@ def _tanh_approx(x: Any) -> Any:
 
 def _fma_of_pairs(dtype: Any) -> Callable[..., Any]:
     """Returns x * y + z, rounded once, of the two 16-bit numbers in each int32."""
+    bits = ml_dtypes.finfo(dtype).nmant
+
+    def value(words: Any) -> Any:
+        """Returns the numbers in float64, subnormal ones by their bits: JAX lets its threads take those for zero."""
+        codes = np.ascontiguousarray(words).view(np.uint16)
+        subnormal = np.ldexp((codes & (1 << bits) - 1).astype(np.float64), ml_dtypes.finfo(dtype).minexp - bits)
+        exponent = codes << 1 >> bits + 1
+        signed = np.where(codes >> 15, -subnormal, subnormal)
+        return np.where(exponent == 0, signed, codes.view(dtype).astype(np.float64))
 
     def fma(*operands: Any) -> Any:
-        words = np.broadcast_arrays(*operands)
-        x, y, z = (np.ascontiguousarray(w).view(dtype).astype(np.float64) for w in words)
+        x, y, z = map(value, np.broadcast_arrays(*operands))
         return (x * y + z).astype(dtype).view(np.int32).view(Tensor)
 
     return fma
 
 
+def _permute_bytes(low: Any, high: Any, places: Any) -> Any:
+    low, high, places = (np.asarray(w, np.int32).view(np.uint32) for w in np.broadcast_arrays(low, high, places))
+    eight = low.astype(np.uint64) | high.astype(np.uint64) << 32
+    result = np.zeros(low.shape, np.uint32)
+    for i in range(4):
+        place = (places >> 4 * i) & 15
+        byte = (eight >> ((place & 7) * 8).astype(np.uint64)).astype(np.uint32) & 255
+        result |= np.where(place & 8, (byte >> 7) * 255, byte) << 8 * i
+    return result.view(np.int32).view(Tensor)
+
+
 _INSTRUCTIONS: dict[str, Any] = {
+    "prmt.b32 $0, $1, $2, $3;": _permute_bytes,
     "fma.rn.bf16x2 $0, $1, $2, $3;": _fma_of_pairs(ml_dtypes.bfloat16),
     "fma.rn.f16x2 $0, $1, $2, $3;": _fma_of_pairs(np.float16),
     "tanh.approx.f32 $0, $1;": _tanh_approx,
@@ -257,6 +277,7 @@ _LANGUAGE = _Words(
     int64=np.dtype(np.int64),
     int32=np.dtype(np.int32),
     uint16=np.dtype(np.uint16),
+    uint8=np.dtype(np.uint8),
     program_id=lambda axis: tensor(here.program.index),
     num_programs=lambda axis: tensor(1 if axis else here.program.count),
     num_warps=lambda: 4,
