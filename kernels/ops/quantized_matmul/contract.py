@@ -29,6 +29,9 @@ class QuantizedMatmulConfig(Tunables):
       splits: programs that share the D of a tile, each with a partial sum (Triton).
       chunks: parts of D with one scale each that a step multiplies (Triton).
       num_warps, num_stages: warps of a program, and depth of its software pipeline (Triton).
+      turned: whether Hopper's tensor cores multiply the weights, transposed, from the registers in which they are unpacked
+        (Triton); each of `num_warps` warps then has a multiple of 32 columns, and four more feed them.
+      programs: turned programs that a multiprocessor has registers for.
       dense: whether the weights are dequantised once, to be multiplied by XLA.
       dequantize_block_d, dequantize_block_f, dequantize_num_warps: the tile of that kernel, and its warps.
     """
@@ -40,6 +43,8 @@ class QuantizedMatmulConfig(Tunables):
     chunks: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    turned: bool | None = None
+    programs: int | None = None
     dense: bool | None = None
     dequantize_block_d: int | None = None
     dequantize_block_f: int | None = None

@@ -19,11 +19,13 @@ from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op
 from kernels.ops.quantized_matmul.formats import NF4, RUN
+from kernels.ops.quantized_matmul.gluon_kernels import EXPONENTS, SCALES, WORDS, unpacked_matmul_kernel
 from kernels.ops.quantized_matmul.triton_kernels import (
     dequantize_kernel,
     gathered_matmul_kernel,
     quantized_matmul_kernel,
 )
+from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 # Of more rows, a product takes as long as the dense one, which needs no unpacking.
@@ -34,6 +36,8 @@ MOST_OF_A_GROUP = 128
 PROGRAMS_EACH, LEAST_STEPS = 3, 8
 # Widths of codes that are unpacked where they lie, and the fewest of a group: those of the words of four threads.
 JOINED = {4: 32, 8: 16}
+# Codes that the turned kernel unpacks.
+TURNED = (("affine", 4), ("affine", 8), ("nf4", 4), ("mxfp4", 4), ("mxfp8", 8))
 
 
 def _chunk(bits: int, group_size: int, itemsize: int) -> int:
@@ -54,6 +58,8 @@ def _table(mode: str, dtype: Any) -> jax.Array | None:
 def _few(x, w, scales, biases, mode, bits, group_size, cfg):
     """Returns x [M, D] times the weights."""
     (M, D), F = x.shape, w.shape[1]
+    if cfg.turned:
+        return _summed(_turned(x, w, scales, biases, mode, bits, group_size, cfg), x.dtype)
     chunk = _chunk(bits, group_size, x.dtype.itemsize)
     out = jax.ShapeDtypeStruct((cfg.splits, M, F), jnp.float32 if cfg.splits > 1 else x.dtype)
     sizes = {"M": M, "D": D, "F": F, "MODE": mode, "BITS": bits, "GROUP": group_size, "SPLITS": cfg.splits}
@@ -90,8 +96,65 @@ def _few(x, w, scales, biases, mode, bits, group_size, cfg):
         )
     else:
         (parts,) = launch(gathered_matmul_kernel, x, w, scales, biases, _table(mode, jnp.float32), BLOCK_D=2 * RUN)
-    # In a fixed order, for bitwise reproducible results.
-    return parts[0] if cfg.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+    return _summed(parts, x.dtype)
+
+
+def _summed(parts: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the sum of parts, in a fixed order, for bitwise reproducible results."""
+    return parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0).astype(dtype)
+
+
+def _turns(x, w, scales, biases, mode, bits, group_size, chunks) -> bool:
+    """Returns whether the turned kernel computes a call, in steps of so many chunks: TMA reads every operand, and scales are of
+    x's dtype, in which it multiplies codes by them."""
+    chunk = _chunk(bits, group_size, x.dtype.itemsize)
+    step = chunk * (chunks if chunk == group_size else 1)
+    # The numbers of exponents are too large for float16.
+    dtype = jnp.uint8 if x.dtype == jnp.bfloat16 and mode.startswith("mx") else x.dtype
+    alike = scales.dtype == dtype and (biases is None or biases.dtype == dtype)
+    reads = all(_aligned(a) for a in (x, w, scales, biases))
+    return (mode, bits) in TURNED and step in (64, 128, 256) and alike and reads and compute_capability() == 90
+
+
+def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
+    """Returns the parts of x [M, D] times the weights, of the kernel that transposes the product."""
+    (M, D), F = x.shape, w.shape[1]
+    if not _turns(x, w, scales, biases, mode, bits, group_size, cfg.chunks) or cfg.block_f % (32 * cfg.num_warps):
+        raise ValueError(
+            f"quantized_matmul: argument 'cfg' has turned = True, which is for compute capability 90, x of 16 bits, scales of x's "
+            f"dtype, {' and '.join(f'{bits}-bit {mode}' for mode, bits in TURNED)}, chunks of 64 to 256 entries of D together, and "
+            "block_f a multiple of 32 * num_warps; this call is not of those: leave turned out"
+        )
+    chunk = _chunk(bits, group_size, 2)
+    chunks = cfg.chunks if chunk == group_size else 1
+    block_d, block_m = chunks * chunk, min(128, cfg.block_m)
+    of_scales = (EXPONENTS if scales.dtype == jnp.uint8 else SCALES).value
+    out = jax.ShapeDtypeStruct((cfg.splits, M, F), jnp.float32 if cfg.splits > 1 else x.dtype)
+    registers = 65536 // (32 * (cfg.num_warps + 4) * cfg.programs) // 8 * 8
+    (parts,) = triton_launch(
+        unpacked_matmul_kernel,
+        tensor_descriptor(x, x.shape, (block_m, block_d), SWIZZLED.value),
+        tensor_descriptor(w, w.shape, (block_d * bits // 32, cfg.block_f), WORDS.value),
+        *(a if a is None else tensor_descriptor(a, a.shape, (chunks, cfg.block_f), of_scales) for a in (scales, biases)),
+        out_shape=(out,),
+        grid=(triton.cdiv(F, cfg.block_f) * cfg.splits * triton.cdiv(M, block_m),),
+        num_warps=cfg.num_warps,
+        max_registers=min(255, registers),
+        work=Work(2 * M * D * F, nbytes(x, w, scales, biases, out)),
+        M=M,
+        D=D,
+        F=F,
+        MODE=mode,
+        BITS=bits,
+        GROUP=group_size,
+        SPLITS=cfg.splits,
+        WARPS=cfg.num_warps,
+        BLOCK_M=block_m,
+        BLOCK_D=block_d,
+        STAGES=cfg.num_stages,
+        FEEDING=88 if registers >= 128 else 40,
+    )
+    return parts
 
 
 def _dequantized(w, scales, biases, dtype, mode, bits, group_size, cfg):
@@ -152,7 +215,7 @@ def heuristic(call, platform):
     chunks = 1 if block_m > 16 else 4 if call.bits == 4 or chunk == 32 else 2
     return QuantizedMatmulConfig(
         block_m, block_f, splits=splits, chunks=chunks, num_warps=8 if block_m > 64 else 4, num_stages=3,
-        dense=M > MOST_ROWS, dequantize_block_d=32, dequantize_block_f=256, dequantize_num_warps=4,
+        turned=False, programs=1, dense=M > MOST_ROWS, dequantize_block_d=32, dequantize_block_f=256, dequantize_num_warps=4,
     )  # fmt: skip
 
 

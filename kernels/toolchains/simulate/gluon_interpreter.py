@@ -100,7 +100,40 @@ def _tanh_approx(x: Any) -> Any:
     return ((bits + 0x800) & ~0xFFF).view(np.float32).view(Tensor)
 
 
+def _fma_of_pairs(dtype: Any) -> Callable[..., Any]:
+    """Returns x * y + z, rounded once, of the two 16-bit numbers in each int32."""
+    bits = ml_dtypes.finfo(dtype).nmant
+
+    def value(words: Any) -> Any:
+        """Returns the numbers in float64, subnormal ones by their bits: JAX lets its threads take those for zero."""
+        codes = np.ascontiguousarray(words).view(np.uint16)
+        subnormal = np.ldexp((codes & (1 << bits) - 1).astype(np.float64), ml_dtypes.finfo(dtype).minexp - bits)
+        exponent = codes << 1 >> bits + 1
+        signed = np.where(codes >> 15, -subnormal, subnormal)
+        return np.where(exponent == 0, signed, codes.view(dtype).astype(np.float64))
+
+    def fma(*operands: Any) -> Any:
+        x, y, z = map(value, np.broadcast_arrays(*operands))
+        return (x * y + z).astype(dtype).view(np.int32).view(Tensor)
+
+    return fma
+
+
+def _permute_bytes(low: Any, high: Any, places: Any) -> Any:
+    low, high, places = (np.asarray(w, np.int32).view(np.uint32) for w in np.broadcast_arrays(low, high, places))
+    eight = low.astype(np.uint64) | high.astype(np.uint64) << 32
+    result = np.zeros(low.shape, np.uint32)
+    for i in range(4):
+        place = (places >> 4 * i) & 15
+        byte = (eight >> ((place & 7) * 8).astype(np.uint64)).astype(np.uint32) & 255
+        result |= np.where(place & 8, (byte >> 7) * 255, byte) << 8 * i
+    return result.view(np.int32).view(Tensor)
+
+
 _INSTRUCTIONS: dict[str, Any] = {
+    "prmt.b32 $0, $1, $2, $3;": _permute_bytes,
+    "fma.rn.bf16x2 $0, $1, $2, $3;": _fma_of_pairs(ml_dtypes.bfloat16),
+    "fma.rn.f16x2 $0, $1, $2, $3;": _fma_of_pairs(np.float16),
     "tanh.approx.f32 $0, $1;": _tanh_approx,
     "mov.b32 $0, $1;": lambda x: x,
     "{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }": lambda x: x,
@@ -231,7 +264,7 @@ def _warpgroup_mma_wait(left: int, results: Sequence[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _inline_asm(asm: str, constraints: str, operands: Sequence[Any], **rest: Any) -> Any:
+def _inline_asm(asm: str, constraints: str, operands: Sequence[Any], *rest: Any, **named: Any) -> Any:
     if asm not in _INSTRUCTIONS:
         raise NotImplementedError(f"{asm!r} is not implemented; add it to {__name__}")
     return _INSTRUCTIONS[asm](*operands)
@@ -243,6 +276,8 @@ _LANGUAGE = _Words(
     bfloat16=np.dtype(ml_dtypes.bfloat16),
     int64=np.dtype(np.int64),
     int32=np.dtype(np.int32),
+    uint16=np.dtype(np.uint16),
+    uint8=np.dtype(np.uint8),
     program_id=lambda axis: tensor(here.program.index),
     num_programs=lambda axis: tensor(1 if axis else here.program.count),
     num_warps=lambda: 4,
@@ -253,6 +288,9 @@ _LANGUAGE = _Words(
     zeros_like=np.zeros_like,
     full=lambda shape, value, dtype, layout=None: tensor(np.full(shape, value, dtype)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
+    join=lambda x, y: tensor(np.stack([x, y], -1)),
+    expand_dims=lambda x, axis: tensor(np.expand_dims(x, axis)),
+    broadcast=lambda x, y: tuple(tensor(a) for a in np.broadcast_arrays(x, y)),
     where=_where,
     minimum=lambda x, y: tensor(np.fmin(x, y)),
     maximum=lambda x, y: tensor(np.fmax(x, y)),
@@ -288,6 +326,7 @@ _MEANINGS: dict[int, Any] = {
     id(async_copy): _Words(async_load=_copy_rows, mbarrier_arrive=_arrive_after_copies),
     id(hopper.fence_async_shared): _fence,
     id(hopper.warpgroup_mma): _warpgroup_mma,
+    id(hopper.warpgroup_mma_init): lambda acc: acc,
     id(hopper.warpgroup_mma_wait): _warpgroup_mma_wait,
 }
 

@@ -63,8 +63,8 @@ class Tensor(np.ndarray):
     def type(self) -> Any:
         return types.SimpleNamespace(layout=None, shape=self.shape)
 
-    def to(self, dtype: Any) -> Any:
-        return self.astype(dtype)
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else self.astype(dtype)
 
     def permute(self, *dims: Any) -> Any:
         return self.transpose(*dims)
