@@ -27,7 +27,7 @@ class QuantizedGroupedMatmulConfig(Tunables):
 
     Attributes:
       block_m, block_f: rows of x and columns of a matrix of a tile.
-      block_d: entries of D of a step, where they are unpacked one by one.
+      block_d: entries of D of a step, where they are unpacked one by one; else a step has those of a scale.
       num_warps, num_stages: warps of a program, and depth of its software pipeline.
       dense: whether all matrices are unpacked once, for `grouped_matmul`.
     """

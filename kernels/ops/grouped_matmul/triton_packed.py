@@ -96,7 +96,7 @@ def heuristic(call, platform):
     block_m = max(16, min(64, triton.next_power_of_2(rows)))
     block_f = max(16, min(128 if joined else 64, triton.next_power_of_2(F)))
     return QuantizedGroupedMatmulConfig(
-        block_m, block_f, block_d=2 * RUN, num_warps=4, num_stages=4 if joined else 2,
+        block_m, block_f, block_d=RUN, num_warps=4, num_stages=4 if joined else 2,
         dense=rows > MOST_ROWS and too_many(call) is None,
     )  # fmt: skip
 
