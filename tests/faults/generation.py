@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "a token attends to the keys before its own alone",
-        "generation/served:Rows.of",
+        "generation/rows:Rows.of",
         "jnp.where($new > 0, $before + $new, 0)",
         "jnp.where($new > 0, $before, 0)",
         FULL,

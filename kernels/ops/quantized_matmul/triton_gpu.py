@@ -260,9 +260,22 @@ def candidates(call):
     first = heuristic(call, "cuda")
     if first.dense or not first.turned:
         return [first]
-    tiles = [{"block_f": 128, "num_warps": 4, "programs": 2}, {"block_f": 256, "num_warps": 8, "programs": 1}]
-    rest = [{"splits": n * first.splits, "num_stages": stages} for n in (1, 2) for stages in (4, 6)]
-    return [first, *(dataclasses.replace(first, **tile, **depth) for tile in tiles for depth in rest)]
+    return [
+        first,
+        *(
+            dataclasses.replace(
+                first,
+                block_f=f,
+                num_warps=f // 32,
+                programs=256 // f,
+                splits=n * (first.splits or 1),
+                num_stages=stages,
+            )
+            for f in (128, 256)
+            for n in (1, 2)
+            for stages in (4, 6)
+        ),
+    ]
 
 
 op.register(
