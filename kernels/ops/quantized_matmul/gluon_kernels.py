@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.ops.quantized_matmul.formats import NF4
+from kernels.engines.matmul.formats import NF4
 from kernels.toolchains.gluon import SWIZZLED, after
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))

@@ -15,15 +15,12 @@ import jax.numpy as jnp
 import triton
 
 from kernels.engines.matmul.dot import dot
+from kernels.engines.matmul.triton_unpacked import table_of, unpacked
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op
-from kernels.ops.quantized_matmul.formats import NF4
 from kernels.ops.quantized_matmul.gluon_kernels import EXPONENTS, SCALES, WORDS, unpacked_matmul_kernel
-from kernels.ops.quantized_matmul.triton_kernels import (
-    dequantize_kernel,
-    quantized_matmul_kernel,
-)
+from kernels.ops.quantized_matmul.triton_kernels import quantized_matmul_kernel
 from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
@@ -59,10 +56,6 @@ def _reads_in_steps(x, w, scales, biases, mode, bits, group_size, block_d) -> bo
     return alike and whole and all(map(_aligned, (x, w, scales, biases)))
 
 
-def _table(mode: str, dtype: Any) -> jax.Array | None:
-    return jnp.asarray(NF4, dtype) if mode == "nf4" else None
-
-
 def _few(x, w, scales, biases, mode, bits, group_size, cfg):
     """Returns x [M, D] times the weights."""
     (M, D), F = x.shape, w.shape[1]
@@ -90,7 +83,7 @@ def _few(x, w, scales, biases, mode, bits, group_size, cfg):
         scales,
         biases,
         # Of two bytes each: Triton would copy longer ones through shared memory.
-        _table(mode, x.dtype),
+        table_of(mode, x.dtype),
         *(tensor_descriptor(a, a.shape, tuple(block)) if tma and a is not None else None for a, *block in blocks),
         out_shape=(out,),
         grid=(triton.cdiv(F, cfg.block_f), cfg.splits, triton.cdiv(M, block_m)),
@@ -171,28 +164,8 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
 
 def _dequantized(w, scales, biases, dtype, mode, bits, group_size, cfg):
     """Returns the weights [D, F], rounded to a dtype."""
-    D, F = w.shape[0] * 32 // bits, w.shape[1]
-    out = jax.ShapeDtypeStruct((D, F), dtype)
-    block_f = min(cfg.dequantize_block_f, max(16, triton.next_power_of_2(F)))
-    (weights,) = triton_launch(
-        dequantize_kernel,
-        w,
-        scales,
-        biases,
-        _table(mode, jnp.float32),
-        out_shape=(out,),
-        grid=(triton.cdiv(F, block_f), triton.cdiv(D, cfg.dequantize_block_d)),
-        num_warps=cfg.dequantize_num_warps,
-        work=Work(2 * D * F, nbytes(w, scales, biases, out)),
-        D=D,
-        F=F,
-        MODE=mode,
-        BITS=bits,
-        GROUP=group_size,
-        BLOCK_D=cfg.dequantize_block_d,
-        BLOCK_F=block_f,
-    )
-    return weights
+    tile = cfg.dequantize_block_d, cfg.dequantize_block_f, cfg.dequantize_num_warps
+    return unpacked(w, scales, biases, dtype, mode=mode, bits=bits, group_size=group_size, tile=tile)
 
 
 def forward(x, w, scales, biases, mode, bits, group_size, cfg):

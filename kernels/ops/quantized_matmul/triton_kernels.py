@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.engines.matmul.triton_codes import arranged, gathered, joined, offset_of, scale_of, unit_of
+from kernels.engines.matmul.triton_codes import arranged, joined, offset_of, scale_of, unit_of
 
 
 @triton.jit
@@ -123,26 +123,3 @@ def quantized_matmul_kernel(
     rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_F)
     out = out_ptr + (part * M + rows).to(tl.int64)[:, None] * F + cols[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < F)[None, :])
-
-
-@triton.jit
-def dequantize_kernel(
-    w_ptr,
-    s_ptr,
-    b_ptr,
-    table_ptr,
-    out_ptr,  # [D, F]
-    D: tl.constexpr,
-    F: tl.constexpr,
-    MODE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    cols = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    mask = (d < D)[:, None] & (cols < F)[None, :]
-    weights = gathered(w_ptr, s_ptr, b_ptr, table_ptr, d, cols, mask, F, MODE, BITS, GROUP)
-    out = out_ptr + d.to(tl.int64)[:, None] * F + cols[None, :]
-    tl.store(out, weights.to(out_ptr.dtype.element_ty), mask=mask)
