@@ -69,14 +69,15 @@ MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values(
 
 
 def _in_fixed_order(function: Callable[..., Any], mesh: Any, platform: str | None, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function whose gradients XLA adds up in any order on GPUs: its kernels there, and refuses where XLA is asked."""
+    """Calls a function whose gradients XLA adds up in any order on GPUs: by its kernels there, unless another backend is asked
+    for; XLA is refused."""
     on_gpus = (jax.default_backend() if mesh is None else platform_of(mesh)) in ("gpu", "cuda")
     if on_gpus and platform == "xla":
         raise Unsupported(
             f"{native_sparse_attention.__name__}: deterministic_attention = true, but on GPUs platform=xla adds up its "
             "gradients of keys in any order; leave platform or deterministic_attention out"
         )
-    return function(*args, platform="triton" if on_gpus else platform, **kwargs)
+    return function(*args, platform="triton" if on_gpus and platform is None else platform, **kwargs)
 
 
 def bind_ops(

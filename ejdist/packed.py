@@ -50,7 +50,7 @@ def check_format(what: str, name: Any) -> None:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["words", "scales", "biases"],
-    meta_fields=["shape", "sums", "form", "experts"],
+    meta_fields=["shape", "sums", "form", "experts", "parts"],
 )
 @dataclass(frozen=True)
 class Packed:
@@ -60,6 +60,7 @@ class Packed:
       words, scales, biases: as `kernels.quantize` returns them of a matrix [sums, others].
       shape: of the matrix before. sums: how many of its first dims a product sums over. form: a name of `FORMATS`.
       experts: whether the first dim is that of experts, before those.
+      parts: of how many devices the columns of experts are in order, where another dim than the first of the others was split.
     """
 
     words: Any
@@ -69,6 +70,7 @@ class Packed:
     sums: int
     form: str
     experts: bool = False
+    parts: int = 1
 
     @property
     def ndim(self) -> int:
@@ -186,14 +188,16 @@ def _packing(
 
     def of_row(stack: jax.Array, i: Any) -> Packed:
         row = jax.lax.dynamic_index_in_dim(stack, i, keepdims=False).astype(dtype)
+        devices = 1
         if place is None:
             made = parts(row)
         else:
             entries, first = _entries(place.spec, len(shape)), experts + sums
+            devices = math.prod(place.mesh.shape[a] for a in axes_in(entries[first + 1 :]))
             where = _of_words(*entries[: experts + 1], tuple(axes_in(entries[first:])))
             made = map_shards(parts, place.mesh, (place.spec,), where)(row)
         words, scales, *biases = made
-        return Packed(words, scales, biases[0] if biases else None, shape, sums, form, experts)
+        return Packed(words, scales, biases[0] if biases else None, shape, sums, form, experts, devices)
 
     return jax.jit(of_row)
 

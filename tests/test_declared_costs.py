@@ -545,6 +545,7 @@ def test_further_passes_need_more_on_tpus():
     assert outer <= 2 * 64 and inner >= flat and levels.tpu_memory(over) > dense.tpu_memory(over)
     whole = dataclasses.replace(shape, buffer=4.0)
     assert dense.tpu_memory(whole) == ragged.tpu_memory(whole) == 0 == DISPATCHES["all_gather"]().tpu_memory(shape)
+    assert levels.tpu_memory(dataclasses.replace(over, buffer=16.0)) == 0
     on, c = share_of(experts=(("ep", 4),)), compose(MIXED.split()).model
     m = c.experts
     sent = on.exchange(m.top_k, c.model_dim, m.ffn_dim // on.features, m.num)

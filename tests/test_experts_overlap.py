@@ -16,7 +16,7 @@ from ejdist.models.decoder import loss
 from ejdist.models.model import StepContext
 from ejdist.operations import bind_ops
 from ejdist.planning.candidates import candidate_of
-from ejdist.planning.search import Predictor
+from ejdist.planning.search import Predictor, search
 from ejdist.planning.step_time import EXCHANGE
 from ejdist.planning.targets import target_of
 from ejdist.sections import validate
@@ -145,6 +145,9 @@ def test_a_search_takes_halves_where_a_device_has_two_rows():
     for order in ((few, plan, parts), (plan, parts, few)):
         predictor = Predictor(sections, target)
         assert {one for one in order if predictor(one) is not None} == {plan}
+    sections = compose([*LAYERS.split(), "experts.overlap=halves", "data.global_batch=8"])
+    with pytest.raises(ValueError, match="'halves' halves the rows of a device, which has 1"):
+        search(sections, target, {"data.global_batch", "mesh.ep", "mesh.sp"}, None)
 
 
 def test_a_plan_knows_what_halves_hide():

@@ -325,6 +325,30 @@ def test_experts_that_do_not_fit_are_one_sentence():
         of(down=matrix)
     with pytest.raises(ValueError, match="argument 'precision' = 'fp8_block' is of matrices that are not packed"):
         of(down=matrix, precision="fp8_block")
+    (down,) = packed_rows(stack[:, :, :, 0], 1, "int4", jnp.float32, False, experts=True)
+    with pytest.raises(ValueError, match="of matrices that are not packed, and 'down' is; use bf16"):
+        moe(jnp.ones((1, 2, 128)), jnp.ones((128, 4)), stack[0], down=down, top_k=2, precision="fp8_block")
+    shared = dict.fromkeys(("shared_gate", "shared_up", "shared_down"), matrix)
+    with pytest.raises(ValueError, match="argument 'shared_gate' is packed; 'gate' and 'down' may be"):
+        of(down=down, **shared)
+
+
+def test_columns_that_are_in_the_order_of_other_devices_are_refused():
+    """Gate and up of each device's features are side by side: over other devices they would be taken for one another."""
+    arrays = {"gate": jnp.ones((1, 4, 128, 2, 128)), "down": jnp.ones((1, 4, 128, 128))}
+    mesh = make_mesh(tp=2, devices=jax.devices()[:2])
+    where = sharding(mesh, ("_", *"E D _ F".split()), PARAMETERS, shape=arrays["gate"].shape, what="gate")
+    alone, split = (
+        packed_rows(x, 1, "int4", jnp.float32, False, experts=True)[0]
+        for x in (arrays["gate"], jax.device_put(arrays["gate"], where))
+    )
+    assert (alone.parts, split.parts) == (1, 2)
+    (down,) = packed_rows(arrays["down"], 1, "int4", jnp.float32, False, experts=True)
+    of = partial(moe, jnp.ones((1, 2, 128)), jnp.ones((128, 4)), down=down, top_k=2)
+    with pytest.raises(ValueError, match=r"'gate' was packed with its features over 1 device, in .*; here 2 have them"):
+        of(gate=alone, mesh=mesh)
+    with pytest.raises(ValueError, match=r"'gate' was packed with its features over 2 devices, in .*; here 1 has them"):
+        of(gate=split)
 
 
 def test_what_is_packed_is_not_quantised_again():

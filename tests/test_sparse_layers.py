@@ -222,6 +222,8 @@ def test_steps_that_repeat_their_bits_take_kernels_on_gpus_and_nothing_else(monk
         attend("gpu", "xla")
     with pytest.raises(Unsupported, match="triton"):  # which it asks for by name: this is a CPU
         attend("gpu", None)
+    with pytest.raises(Unsupported, match="pallas"):  # what is asked for by name is not replaced
+        attend("gpu", "pallas")
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------

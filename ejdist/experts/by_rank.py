@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejdist.costs import Traffic
+from ejdist.costs import Traffic, Undeclared
 from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.narrow import PRECISIONS, arrays_of, bytes_of, narrowed, sent
 from ejdist.experts.own import Local, floats_of
@@ -330,7 +330,9 @@ class ByRank(Scheme):
 
     def arrived(self, shape: ExchangeShape) -> list[int]:
         """Returns the rows that a pass has room for where they arrive, level by level."""
-        raise NotImplementedError
+        raise Undeclared(
+            f"{type(self).__name__} does not declare what it costs: add 'arrived', the rows that a pass has room for, to it"
+        )
 
     def tpu_memory(self, shape: ExchangeShape) -> int:
         """Further passes need the most, and their loops are in the program whether a step makes them or not. In the innermost
@@ -339,7 +341,7 @@ class ByRank(Scheme):
         makes that sum in the dtype of the rows, and reads rows of experts where they are."""
         levels, own = self.arrived(shape), shape.own(shape.ranks) or 0
         columns = min(shape.top_k, own or shape.top_k)
-        if levels[0] >= shape.ranks * shape.tokens and self.rooms(shape, 1)[-1] >= levels[-1] * columns:
+        if levels[-1] >= shape.ranks * shape.tokens and self.rooms(shape, 1)[-1] >= levels[-1] * columns:
             return 0  # there is room for all that can arrive
         row, wide = shape.row, 4 * shape.width
         rows = sum(n * (2 * row + wide) for n in levels) + levels[-1] * (wide + row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,8 @@ def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activ
         raise _refuse(missing[0], f"is missing: {', '.join(present)} are given, but shared experts need all three")
     if activation == CLAMPED:
         raise _refuse("activation", f"= {activation!r} does not support shared experts; use one of {', '.join(PLAIN)}")
+    if packed := [name for name, w in shared.items() if isinstance(w, Packed)]:
+        raise _refuse(packed[0], "is packed; 'gate' and 'down' may be, and shared experts are arrays here")
     gate = shared["shared_gate"]
     D, F = x.shape[2], gate.shape[-1] if is_array(gate) and gate.ndim else 0
     for name, w in shared.items():
@@ -113,12 +116,29 @@ def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activ
     return True
 
 
-def _check_precision(precision: Any, activation: str, gate: Any, *biases: Any) -> None:
+def _check_parts(params: dict[str, Any], place: Any) -> None:
+    """Raises ValueError for packed matrices whose columns are in the order of other devices than those that have them here."""
+    if place.mesh is None and place.axis:
+        return  # a device's own, in the caller's `shard_map`
+    here = 1 if place.mesh is None else math.prod(place.mesh.shape[a] for a in place.axes["F"])
+    gate = params["gate"]
+    if isinstance(gate, Packed) and gate.parts != here:
+        raise _refuse(
+            "gate",
+            f"was packed with its features over {gate.parts} device{'s' * (gate.parts > 1)}, in whose order its columns are; "
+            f"here {here} {'have' if here > 1 else 'has'} them: pack it where it is used",
+        )
+
+
+def _check_precision(precision: Any, activation: str, gate: Any, down: Any, *biases: Any) -> None:
     """Raises ValueError for a precision that there is not, or not of these experts."""
     if not isinstance(precision, str) or precision not in (BF16, *PRECISIONS):
         raise _refuse("precision", f"= {precision!r} is unknown; use {BF16} or fp8_block")
-    if precision != BF16 and isinstance(gate, Packed):
-        raise _refuse("precision", f"= {precision!r} is of matrices that are not packed, and 'gate' is; use {BF16}")
+    for name, w in (("gate", gate), ("down", down)):
+        if precision != BF16 and isinstance(w, Packed):
+            raise _refuse(
+                "precision", f"= {precision!r} is of matrices that are not packed, and {name!r} is; use {BF16}"
+            )
     if precision == BF16 or not is_array(gate) or gate.ndim < 3:
         return
     why = stays(precision, gate.shape[1], gate.shape[-1], activation, any(b is not None for b in biases))
@@ -165,7 +185,11 @@ def _expert(activation: str, alpha: float, limit: float, precision: str, platfor
             w, b = params[name], params.get(f"{name}_bias")
             if isinstance(w, Packed):
                 out = packed_experts(x, w, b, sizes, platform=platform, **gathering)
-                return out if activation is None else kernels.gated_activation(*halves(out), activation=activation)
+                return (
+                    out
+                    if activation is None
+                    else kernels.gated_activation(*halves(out), activation=activation, platform=platform)
+                )
             if flat:
                 w, b = w.reshape(*w.shape[:2], -1), b if b is None else b.reshape(b.shape[0], -1)
             options = {"rhs_bias": b, "activation": activation, "platform": platform}
@@ -283,7 +307,7 @@ def moe(
             raise _refuse(name, f"is for activation={CLAMPED!r}, but activation is {activation!r}; leave it out")
         if not 0 < value < float("inf"):
             raise _refuse(name, f"must be positive and finite, got {value!r}")
-    _check_precision(precision, activation, gate, gate_bias, up_bias, down_bias)
+    _check_precision(precision, activation, gate, down, gate_bias, up_bias, down_bias)
     params = {"gate": gate, "up": up, "down": down}
     params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     stored = current_layout().parameters if stored_weights else None
@@ -302,6 +326,7 @@ def moe(
     x, router = reverse_only("moe", (x, router))
     experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     _check_experts(x, router, params, place.ranks if place.mesh is None else 1)
+    _check_parts(params, place)
     shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
     shares = _check_shared(x, shared, shared_expert_gate, activation)
     # Padding must not reach any sum or gradient, not even through shared experts.

@@ -319,6 +319,13 @@ def _explain(sections: Any, target: Target, fixed_keys: Collection[str], predict
         raise ValueError(
             f"mesh.dp = {sizes.dp} must be a multiple of {n}: only dp crosses the network between {n} TPU slices"
         )
+    for candidate in candidates(sections, target.count, fixed_keys):
+        of = candidate.applied(sections)
+        if (
+            of.experts.overlaps(candidate.sizes)
+            and of.data.global_batch // of.accumulation // rows_over(candidate.sizes) < 2
+        ):
+            predictor.checked(candidate)  # whose message names the rows of a device
     others = candidates(sections, target.count, {*fixed_keys} - {BATCH})
     if BATCH in fixed_keys and any(predictor(candidate, 0.0) is not None for candidate in others):
         raise ValueError(

@@ -48,6 +48,8 @@ REFUSED = [
     ({"block_m": 24}, {}, "block_m = 24"),
     ({"num_warps": 8}, {}, "block_f = 128, block_d = 64, num_warps = 8"),
     ({"num_stages": 1}, {}, "num_stages = 1"),
+    ({"num_warps": 3, "block_f": 96}, {}, "block_f = 96, block_d = 64, num_warps = 3"),
+    ({"turned": False, "chunks": 3}, {}, "chunks = 3, which must be 1, 2 or 4"),
     ({}, {"scales": "float32"}, "scales of x's dtype"),
     ({"turned": False, "dense": False}, {"x": "float32"}, "dense = False"),
 ]

@@ -72,6 +72,8 @@ def _few(x, w, scales, biases, mode, bits, group_size, cfg):
         cfg = _tiles(M, D, F, bits, group_size)
     out = jax.ShapeDtypeStruct((cfg.splits, M, F), jnp.float32 if cfg.splits > 1 else x.dtype)
     chunks = cfg.chunks if chunk == group_size else 1
+    if chunks not in (1, 2, 4):
+        raise ValueError(f"quantized_matmul: argument 'cfg' has chunks = {chunks}, which must be 1, 2 or 4")
     block_m = max(16, cfg.block_m)  # fewer rows are for Hopper's kernel alone
     blocks = [(x, block_m, chunks * chunk), (w, chunks * chunk * bits // 32, cfg.block_f)]
     blocks += [(scales, chunks, cfg.block_f), (biases, chunks, cfg.block_f)]
@@ -117,15 +119,17 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     """Returns the parts of x [M, D] times the weights, of the kernel that transposes the product."""
     (M, D), F = x.shape, w.shape[1]
     reads = _reads_in_steps(x, w, scales, biases, mode, bits, group_size, cfg.block_d)
-    tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.block_f % (32 * cfg.num_warps) == 0 and cfg.num_stages > 1
+    tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.num_warps in (4, 8, 16) and cfg.num_stages > 1
+    tiles = tiles and cfg.block_f in (128, 256, 512) and cfg.block_f % (32 * cfg.num_warps) == 0
     if not (reads and tiles):
         fields = ("block_m", "block_f", "block_d", "num_warps", "num_stages")
         raise ValueError(
             "quantized_matmul: argument 'cfg' has turned = True with "
             + ", ".join(f"{name} = {getattr(cfg, name)}" for name in fields)
             + f": that needs scales of x's dtype ({x.dtype}) or, of MX formats, x in bfloat16, rows of a multiple of 16 bytes, "
-            "a block_m that is a power of 2 from 8 to 128, a block_f that 32 * num_warps divides, a block_d of 64 or 128 that "
-            "groups divide or that divides them, and two stages; change these, or take turned = False"
+            "a block_m that is a power of 2 from 8 to 128, 4, 8 or 16 warps, a block_f of 128, 256 or 512 that 32 * num_warps "
+            "divides, a block_d of 64 or 128 that groups divide or that divides them, and two stages; change these, or take "
+            "turned = False"
         )
     of_scales = (EXPONENTS if scales.dtype == jnp.uint8 else SCALES).value
     # Whole tiles of 128 rows are stored: to leave out some, a thread computes more of places than it has registers for.
@@ -231,7 +235,7 @@ def heuristic(call, platform):
 
 def candidates(call):
     first = heuristic(call, "cuda")
-    if first.dense or not first.turned:
+    if first.dense or not first.turned or compute_capability() != 90:
         return [first]
     return [
         first,
