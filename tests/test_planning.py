@@ -517,6 +517,9 @@ def test_a_slice_has_as_many_devices_as_the_compiler_knows(topology, devices):
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "plans" / "plans.json"
 
 
+FARTHER = {"8b_8k_lora": 0.11, "8b_8k_tp": 0.06, "kimi_linear_32k_h200": 0.07}
+
+
 def test_predictions_are_within_a_twentieth_of_what_compilers_said():
     """The committed results, predicted again by the code as it is; three of them are farther off. Of Kimi Linear XLA for GPUs
     turns a whole stack of what is kept, and makes residuals of other layers of a round again before they are read."""
@@ -528,10 +531,7 @@ def test_predictions_are_within_a_twentieth_of_what_compilers_said():
         where, words = CASES[name]
         target = target_of(where, None, None, None) if isinstance(where, str) else target_of(None, *where, None)
         error = predicted(words, target).memory.total / row["compiled"]["bytes"] - 1
-        assert abs(error) < (0.11 if name in ("8b_8k_lora", "8b_8k_tp", "kimi_linear_32k_h200") else 0.05), (
-            name,
-            error,
-        )
+        assert abs(error) < FARTHER.get(name, 0.05), (name, error)
 
 
 def test_the_readme_has_the_table_of_the_results():
