@@ -22,7 +22,7 @@ FAULTS = (
     Fault(
         "there are loops where there is room for all that can arrive",
         "ByRank.tpu_memory",
-        "$levels[0] >= $shape.ranks * $shape.tokens",
+        "$levels[-1] >= $shape.ranks * $shape.tokens",
         "$levels[0] < 0",
         f"{TESTS} -k further_passes",
     ),

@@ -30,9 +30,11 @@ def rows_of_slots(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("T", [1, 3])
-@pytest.mark.parametrize("page", [8, 6])
-def test_slots_that_fill_tiles_are_rows(rows_of_slots, T, page):
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("page", "T"), [(8, 3), (6, 1), *(pytest.param(*x, marks=SLOW) for x in ((8, 1), (6, 3)))])
+def test_slots_that_fill_tiles_are_rows(rows_of_slots, page, T):
     """Of float32 there are 8 rows in a tile; slots that no query sees are NaN."""
     a = rows_of(np.random.default_rng(1), 3, T, 48, LENS, page=page)
     a |= {n: a[n][:, :, :1] for n in ("key_cache", "value_cache")}
@@ -46,6 +48,7 @@ def test_slots_that_fill_tiles_are_rows(rows_of_slots, T, page):
     assert set(rows_of_slots) == {page == 8}
 
 
+@pytest.mark.slow
 def test_one_head_of_8_bits_and_of_keys_beside_values(rows_of_slots):
     rng = np.random.default_rng(2)
     a = rows_of(rng, 2, 2, 64, [64, 33], page=32)
@@ -63,7 +66,7 @@ def test_one_head_of_8_bits_and_of_keys_beside_values(rows_of_slots):
     assert all(rows_of_slots)
 
 
-@pytest.mark.parametrize(("T", "heads"), [(1, 2), (3, 2), (3, 1)])
+@pytest.mark.parametrize(("T", "heads"), [(1, 2), *(pytest.param(3, heads, marks=SLOW) for heads in (2, 1))])
 def test_the_lse(T, heads):
     """Of sinks too, and -inf of a request without keys; where tables take several launches, each has its own rows."""
     a = rows_of(np.random.default_rng(3), 3, T, 48, LENS)
@@ -82,8 +85,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=SLOW), "bfloat16"])
+@pytest.mark.parametrize("call", ["mixed", *(pytest.param(name, marks=SLOW) for name in ("decode", "odd_pages"))])
 def test_latents(call, dtype, monkeypatch):
     """Values are the first numbers of keys; slots without an entry are NaN, and rows of no request are 0."""
     monkeypatch.setattr(latents, "BLOCK_BYTES", 2**14)  # requests have several blocks
@@ -100,7 +103,7 @@ def test_latents(call, dtype, monkeypatch):
     assert not got[sum(sizes[0]) :].any()
 
 
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("T", [3, pytest.param(1, marks=SLOW)])
 def test_latents_of_dense_rows(T):
     """The forward of `mla_decode`; a row may be shorter than its tokens, and longer than its part of the cache."""
     rng = np.random.default_rng(5)

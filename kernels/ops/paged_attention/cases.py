@@ -196,7 +196,7 @@ WITH_LSE = (
         options={**OPTIONS, "causal": False},
         arrays=("softmax_aux", "alibi_slopes"),
         make={**LSE_MAKE, **INT8, "k_scale": _scale_of_slots, "v_scale": _scale},
-        tags=frozenset({"code"}),
+        tags=SLOW | {"code"},
     ),
 )
 
