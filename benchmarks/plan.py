@@ -155,7 +155,7 @@ def case_of(name: str) -> tuple[str, Any, Any, Any, Any]:
 
 
 def predicted_of(memory: Any, compiled: int) -> dict[str, Any]:
-    """Returns what a row says of a prediction, beside so many bytes compiled."""
+    """Returns the fields of a row that hold a prediction and its error against the compiled bytes."""
     predicted = {
         "bytes": memory.total,
         "arguments": memory.arguments,

@@ -7,17 +7,14 @@ time, and FLOP/s. Numbers first: each case agrees with the `xla` backend. Times 
 from __future__ import annotations
 
 import functools
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.comparisons.paged_decode import LIMIT, copied, timed
-from benchmarks.measure import provenance
+from benchmarks.comparisons.paged_decode import LIMIT, copied, report, timed
 from benchmarks.options import read
 from kernels.ops.multi_latent_attention import paged_op
 
@@ -64,14 +61,8 @@ def row(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    asked = read(DEFAULTS, sys.argv[1:])
-    rows: list[dict[str, Any]] = [{"case": "a copy of 2 GiB", "TB/s": copied(2**31) / 1e12}]
-    for name in filter(None, asked["case"].split(",")) if asked["case"] else CASES:
-        rows.append(row(name))
-        print({n: round(x, 4) if isinstance(x, float) else x for n, x in rows[-1].items()}, flush=True)
-    if asked["out"]:
-        result = {"device": jax.devices()[0].device_kind, **provenance(asked["commit"] or None), "rows": rows}
-        Path(asked["out"]).write_text(json.dumps(result, indent=1) + "\n")
+    first = {"case": "a copy of 2 GiB", "TB/s": copied(2**31) / 1e12}
+    report(read(DEFAULTS, sys.argv[1:]), CASES, row, first)
 
 
 if __name__ == "__main__":

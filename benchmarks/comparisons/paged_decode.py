@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,19 @@ def timed(call: Callable[..., Any], *arguments: Any) -> float:
         jax.block_until_ready(out)
         times.append((time.perf_counter() - start) / repeats)
     return statistics.median(times)
+
+
+def report(
+    asked: dict[str, Any], cases: Iterable[str], row: Callable[[str], dict[str, Any]], *first: dict[str, Any]
+) -> None:
+    """Prints a row of each case, or of those in `case=`, and writes them, after the first ones, to `out=`."""
+    rows = [*first]
+    for name in filter(None, asked["case"].split(",")) if asked["case"] else cases:
+        rows.append(row(name))
+        print({n: round(x, 4) if isinstance(x, float) else x for n, x in rows[-1].items()}, flush=True)
+    if asked["out"]:
+        result = {"device": jax.devices()[0].device_kind, **provenance(asked["commit"] or None), "rows": rows}
+        Path(asked["out"]).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def copied(size: int) -> float:

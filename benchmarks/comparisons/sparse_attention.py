@@ -7,18 +7,15 @@ by `tests/gpu/test_sparse_attention_gpu.py`, at lengths that have a reference.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.comparisons.paged_decode import timed
-from benchmarks.measure import provenance
+from benchmarks.comparisons.paged_decode import report, timed
 from benchmarks.options import read
 from kernels import flash_attention
 from kernels.ops.native_sparse_attention import op
@@ -65,13 +62,7 @@ def row(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    asked, rows = read(DEFAULTS, sys.argv[1:]), []
-    for name in filter(None, asked["case"].split(",")) if asked["case"] else CASES:
-        rows.append(row(name))
-        print({n: round(x, 4) if isinstance(x, float) else x for n, x in rows[-1].items()}, flush=True)
-    if asked["out"]:
-        result = {"device": jax.devices()[0].device_kind, **provenance(asked["commit"] or None), "rows": rows}
-        Path(asked["out"]).write_text(json.dumps(result, indent=1) + "\n")
+    report(read(DEFAULTS, sys.argv[1:]), CASES, row)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def unpacked(
     group_size: int,
     tile: tuple[int, int, int] = TILE,
 ) -> jax.Array:
-    """Returns the weights [..., D, F] of packed ones, rounded to a dtype. Runs of codes and groups end with a matrix, so many
-    matrices are one with more rows."""
+    """Returns the unpacked weights [..., D, F], rounded to a dtype. No run of codes and no group crosses from one matrix to the
+    next, so a stack is unpacked as one matrix with more rows."""
     *lead, words, F = w.shape
     rows = math.prod(lead) * words * 32 // bits
     block_d, block_f, num_warps = tile

@@ -45,7 +45,7 @@ class _Map(NamedTuple):
 
 
 def tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int, block_m: int) -> _Map:
-    """Returns the tiles of `block_m` rows of the groups of so many matrices, computed on the device."""
+    """Returns the tiles of `block_m` rows of each group, computed on the device."""
     bound = rows // block_m + experts + 2
     block_e = triton.next_power_of_2(experts + 2)
     block_t = max(16, min(64, 8192 // block_e))
