@@ -16,12 +16,17 @@ from ejdist.sequence.halo import pieces, reach_of
 from ejdist.sequence.windows import ByWindow, by_window
 from kernels import MaskInfo, flash_attention
 
-ORDERS = ("contiguous", "zigzag")
+ORDERS = ("contiguous", "zigzag", "striped")
+STRIPE = 4
 FAR = {"causal": True, "softmax_aux": SINKS}
 
 
+def made_of(order, ranks, stripe=STRIPE):
+    return Order(order, ranks, stripe if order == "striped" else 1)
+
+
 def run_of(order, ranks):
-    return T // Order(order, ranks).multiple
+    return STRIPE if order == "striped" else T // Order(order, ranks).multiple
 
 
 def masks(run):
@@ -42,9 +47,10 @@ def rows():
         (4, "zigzag"): ("packed_chunk", "dropout"),
         (4, "contiguous"): ("packed_three",),
         (2, "zigzag"): ("packed_more",),
+        (4, "striped"): ("packed_three", "dropout"),
     }
     for ranks, order in itertools.product((2, 3, 4, 8), ORDERS):
-        if T % Order(order, ranks).multiple:
+        if T % made_of(order, ranks).multiple:
             continue
         for name in masks(run_of(order, ranks)):
             yield pytest.param(
@@ -59,7 +65,7 @@ def on_one_device(run, name):
 
 @pytest.mark.parametrize(("ranks", "order", "name"), list(rows()))
 def test_the_numbers_of_one_device(ranks, order, name):
-    made, run = Order(order, ranks), run_of(order, ranks)
+    made, run = made_of(order, ranks), run_of(order, ranks)
     halo = functools.partial(ring_attention, mesh=make_mesh(sp=ranks), order=made, scheme="halo")
     got = outputs_and_gradients(halo, made, masks(run)[name])
     assert_close(got, on_one_device(run, name), f"{ranks} {order} {name}")
@@ -96,7 +102,12 @@ def test_what_is_sent_is_no_more_than_the_window():
         "all of one rank, one of the next"
     )
     assert sent("contiguous", 4, {"causal": True, "chunk_size": 16}) == [], "each chunk is one rank's"
-    # What is no halo is a ring: without a limit, tokens dealt out one by one, later keys.
+    stripes = made_of("striped", 4)
+    # Of 4 stripes of a rank, whole ones: to the next rank, and from the last to the first rank's but the first.
+    assert sent(stripes, 4, {"causal": True, "sliding_window": 5}) == [12, 12, 16, 16]
+    assert sent(stripes, 4, {"causal": True, "sliding_window": 3}) == [6, 6, 8, 8], "two tokens of each"
+    # What is no halo is a ring: without a limit, a window back to a rank's own stripe, tokens dealt out one by one, later keys.
+    assert sent(stripes, 4, {"causal": True, "sliding_window": 14})[0] == 16
     assert sent("zigzag", 4, {"causal": True}) == [16] * 4
     assert sent("striped", 4, {"causal": True, "sliding_window": 9})[0] == 16
     assert sent("contiguous", 4, {"sliding_window": (6, 3)})[0] == 16
@@ -105,8 +116,9 @@ def test_what_is_sent_is_no_more_than_the_window():
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 def test_every_token_before_a_run_comes_once_unless_the_rank_has_it(order, ranks):
-    made, run = Order(order, ranks), 6
-    length = run * made.multiple
+    run = 6
+    made = made_of(order, ranks, run)
+    length = (3 if order == "striped" else run) * made.multiple
     runs = made.indices(length).reshape(ranks, -1, run)
     for reach in (1, run - 1, run, run + 3, 3 * run, length):
         arrived = {(rank, at): [] for rank in range(ranks) for at in range(runs.shape[1])}
@@ -116,7 +128,8 @@ def test_every_token_before_a_run_comes_once_unless_the_rank_has_it(order, ranks
                 assert len(set(side)) == len(side), "a permutation"
             for sender, rank in piece.pairs:
                 assert sender != rank
-                arrived[rank, piece.run] += [*runs[sender, piece.source, run - piece.tokens :]]
+                for k in range(piece.count):
+                    arrived[rank, piece.run + k] += [*runs[sender, piece.source + k, run - piece.tokens :]]
         for (rank, at), tokens in arrived.items():
             first = int(runs[rank, at, 0])
             held = {t for before in runs[rank, :at] for t in before}

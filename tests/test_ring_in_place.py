@@ -21,7 +21,7 @@ from ejdist import make_mesh, ring_attention
 from ejdist.documents import places
 from ejdist.order import Order
 from ejdist.sequence import AllGather, GroupCast, Ring, in_place
-from ejdist.sequence.gathered import Gathered
+from ejdist.sequence.gathered import Gathered, groups_of
 from kernels import MaskInfo
 from kernels.engines.attention import triton_calls
 from kernels.engines.attention.pairs import keys_at
@@ -146,24 +146,31 @@ def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
 @pytest.mark.parametrize(
     ("tokens", "width", "groups", "scheme", "taken"),
     [
-        (2**17, 64, 2, AllGather(), True),
-        (2**16, 64, 1, AllGather(), True),  # too few tiles of queries for two launches
-        (2**17, 64, 1, AllGather(head_groups=1), True),
+        (2**15, 64, 2, AllGather(), True),
+        (2**14, 64, 1, AllGather(), True),  # too few tiles of queries for two launches
+        (2**15, 64, 1, AllGather(head_groups=1), True),
         (512, 96, 0, AllGather(), False),  # no tile of columns ends with the keys
         (512, 64, 0, AllGather(hops="batch"), False),
     ],
 )
 def test_which_calls_gather_by_heads(monkeypatch, tokens, width, groups, scheme, taken):
     calls, of = [], Gathered.of
-    monkeypatch.setattr(Gathered, "of", lambda *call: calls.append(of(*call)) or calls[-1])
+    monkeypatch.setattr(Gathered, "of", lambda *call, **way: calls.append(of(*call, **way)) or calls[-1])
     ids = jnp.zeros((1, tokens), jnp.int32)
     how = {"mesh": make_mesh(sp=2), "order": Order("striped", 2, 128), "scheme": scheme, "causal": True}
-    query, key = (jax.ShapeDtypeStruct((1, tokens, n, width), jnp.bfloat16) for n in (HEADS, KEY_HEADS))
+    query, key = (jax.ShapeDtypeStruct((1, tokens, n, width), jnp.bfloat16) for n in (16, KEY_HEADS))
     with kernels.compile_for(90):
         attend = functools.partial(ring_attention, **how, q_segment_ids=ids, kv_segment_ids=ids)
         jax.eval_shape(attend, query, key, key)
     assert [call is not None for call in calls] == [taken]
     assert not taken or calls[0].groups == groups
+
+
+def test_launches_of_a_forward_have_several_heads_side_by_side():
+    assert [groups_of(256, 32, 8, forward) for forward in (True, False)] == [4, 8], (
+        "8 query heads, or those of a key head"
+    )
+    assert [groups_of(64, 32, 8, forward) for forward in (True, False)] == [2, 2], "few tiles"
 
 
 def test_groups_of_gathered_keys_divide_their_heads():

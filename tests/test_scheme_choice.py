@@ -154,7 +154,7 @@ def test_keys_in_groups_of_heads_wait_for_the_first():
     assert AllGather(head_groups=2).waited(many) == pytest.approx(0.3)
     sent = {name: sum(scheme.cost(shape).bytes.values()) for name, shape in (("in groups", many), ("at once", none))}
     assert sent == {"in groups": 3 * 3 * 2**21, "at once": 3 * (2 + 2) * 2**21}, "gradients in the dtype of the keys"
-    assert scheme.cost(many).calls == {("sp", "all_gather"): 8 + 2, ("sp", "all_to_all"): 8}
+    assert scheme.cost(many).calls == {("sp", "all_gather"): 4 + 2, ("sp", "all_to_all"): 8}
     assert scheme.passes(many) < scheme.passes(none) and Ring().passes(many) > 0 == Ring().passes(
         dataclasses.replace(many, hops=0)
     )

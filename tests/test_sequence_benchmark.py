@@ -129,9 +129,17 @@ def test_a_rank_of_a_ring_is_checked_then_timed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow  # 8 s
-@pytest.mark.parametrize("words", ["orders=zigzag documents=40", "orders=striped stripe=8 documents=10 sinks=1"])
-def test_a_rank_of_gathered_keys_is_checked_then_timed(words, tmp_path):
-    sequence.main([*SMALL[:-1], *words.split(), "rank=1", "ranks=4", "schemes=all_gather", f"out={tmp_path}/out.json"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "schemes=all_gather orders=zigzag documents=40",
+        "schemes=all_gather orders=striped stripe=8 documents=10 sinks=1",
+        "schemes=halo orders=striped stripe=8 documents=10 sinks=1 window=12",
+        "schemes=halo orders=zigzag documents=40 window=20",
+    ],
+)
+def test_a_rank_of_one_call_is_checked_then_timed(words, tmp_path):
+    sequence.main([*SMALL[:-1], *words.split(), "rank=1", "ranks=4", f"out={tmp_path}/out.json"])
     rows = [row for row in json.loads((tmp_path / "out.json").read_text())["rows"].values() if row["kind"] == "rank"]
     assert [row["direction"] for row in rows] == ["forward", "backward"]
     assert all(row["error"] < 1e-5 and row["efficiency"] > 0 and "hops" not in row for row in rows)
@@ -265,6 +273,8 @@ def test_transfers_alone_are_those_of_the_whole(scheme):
             "one rank of 'ulysses' computes by itself is not known; use ring, all_gather",
         ),
         ("rank=0 ranks=2 orders=balanced", "'balanced' is another order for each row, and a rank by itself has no row"),
+        ("part=0/2", "part = '0/2' is of the cases of a plan"),
+        ("plan=ranks part=2/2", "part = '2/2' must be NUMBER/COUNT"),
         ("outer=tree", "outer = 'tree' is unknown; use ring"),
         ("head_groups=-1", "head_groups = -1 must be at least 0"),
         ("rank=0 ranks=3 tokens=31", "must be a multiple of 6"),

@@ -2,7 +2,7 @@
 [dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=0] [orders=zigzag,...] [backends=auto]
 [directions=forward,backward] [ring_directions=auto] [buffer=0.5] [rank= ranks=]
 [check=512] [stripe=0] [seed=0] [rounds=5] [plan=]
-[budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training step calls it.
+[part=] [budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training step calls it.
 
 documents: the mean length of documents (lognormal), `one` document, `long_tail` (a file in documents/), or a file of lengths,
 one a line; a row is cut from them by the data pipeline, and segment ids go with it. `none`: no segment ids, which no training
@@ -17,12 +17,13 @@ backend that dispatch chooses and by the one that was asked for; its time over t
 work: the same program in which nothing travels but segment ids, once: keys that would arrive are the device's own.
 exchange: the same transfers with the attention left out. What the whole takes longer than the work is exposed.
 
-rank=NUMBER ranks=N: what a ring and an all-gather compute on that rank of N, on one device, beside one call of the same work;
-and each hop of the ring alone. What would arrive is the rank's own. `worst` is the rank with the most pairs; `all` lists the
-pairs of all ranks in every order and times nothing.
+rank=NUMBER ranks=N: what a ring, an all-gather and a halo compute on that rank of N, on one device, beside one call of as much
+work; and each hop of the ring alone. What would arrive is the rank's own. `worst` is the rank with the most pairs; `all` lists
+the pairs of all ranks in every order and times nothing.
 stripe: tokens of the stripes or chunks of an order that has them; 0 for those that a recipe has by default.
 
-plan: a set of cases, see plans.py; options that it changes are not taken from the command line. budget: seconds after which no
+plan: a set of cases, see plans.py; options that it changes are not taken from the command line. part=1/4: every fourth of them,
+from the second on, for commands that run side by side. budget: seconds after which no
 other case is begun.
 
 Numbers first: a way whose result and gradients are not those of one device in float32, on `check` tokens, is not timed.
@@ -58,7 +59,7 @@ OPTIONS = {
     "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "cp": 1, "outer": "ring",
     "head_groups": 0, "orders": ",".join(FIXED), "backends": "auto",
     "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "stripe": 0, "seed": 0, "rounds": 5,
-    "plan": "", "budget": 0, "ring_directions": "auto", "buffer": BUFFER,
+    "plan": "", "part": "", "budget": 0, "ring_directions": "auto", "buffer": BUFFER,
     "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
 }  # fmt: skip
 CHOICES = {"schemes": SCHEMES, "orders": NAMES, "directions": PRODUCTS}
@@ -122,10 +123,16 @@ def cases(o: dict[str, Any]) -> list[dict[str, Any]]:
       ValueError: there is no plan of that name.
     """
     if not o["plan"]:
+        if o["part"]:
+            raise ValueError(f"part = {o['part']!r} is of the cases of a plan: name one, plan={', '.join(PLANS)}")
         return [o]
     if o["plan"] not in PLANS:
         raise ValueError(f"plan = {o['plan']!r} is unknown; use {', '.join(PLANS)}")
-    return [{**o, "orders": "zigzag", **changes} for changes in PLANS[o["plan"]]]
+    first, _, count = o["part"].partition("/")
+    if o["part"] and not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+        raise ValueError(f"part = {o['part']!r} must be NUMBER/COUNT, counted from 0, such as 1/4")
+    chosen = PLANS[o["plan"]][int(first or 0) :: int(count or 1)]
+    return [{**o, "orders": "zigzag", **changes} for changes in chosen]
 
 
 def main(argv: list[str]) -> None:

@@ -11,8 +11,10 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejdist.sequence import Scheme, exchange, hops
+from ejdist.sequence.halo import HaloCall
 from ejdist.sequence.local import Local
 from kernels.framework.binding import is_float_array
 
@@ -90,7 +92,7 @@ class Work(Scheme):
 
     @contextlib.contextmanager
     def _staying(self) -> Iterator[None]:
-        real, real_all_to_all = exchange.gather, exchange.all_to_all
+        real, real_all_to_all, home, leaving = exchange.gather, exchange.all_to_all, HaloCall.home, []
 
         def stay(tree: Any, *_: Any, **__: Any) -> Any:
             # The compiler is not to see that a loop has the same keys every time.
@@ -128,8 +130,21 @@ class Work(Scheme):
 
             return jax.tree.map(move, tree)
 
-        kept = functools.partial(mock.patch.multiple, exchange, shift=stay, send=stay, gather=gather)
-        with kept(scatter_sum=scatter_sum, all_to_all=all_to_all):
+        def send(tree: Any, axis: Any, pairs: Any) -> Any:
+            # What arrives, and of gradients on their way home what leaves: those pairs are (the rank that had it, its owner).
+            concerned = np.isin(np.arange(exchange.size(axis)), [pair[0 if leaving else 1] for pair in pairs])
+            here = jnp.asarray(concerned)[exchange.rank(axis)]
+            return stay(jax.tree.map(lambda x: jnp.where(here, x, 0), tree))
+
+        def sent_home(halo: HaloCall, grads: Arrays) -> Arrays:
+            leaving.append(True)
+            try:
+                return home(halo, grads)
+            finally:
+                leaving.pop()
+
+        kept = functools.partial(mock.patch.multiple, exchange, shift=stay, send=send, gather=gather)
+        with kept(scatter_sum=scatter_sum, all_to_all=all_to_all), mock.patch.object(HaloCall, "home", sent_home):
             yield
 
 

@@ -52,6 +52,18 @@ PLANS: dict[str, list[dict[str, Any]]] = {
         _of_rank(8, 32768, "one", schemes="all_gather", rounds=1),
         _of_rank(8, 8192, "4096", **GATHERED, width=64, heads=64),
     ],
+    # Those of ranks_h200.json; part=NUMBER/COUNT of them in one command, so that several can compile side by side.
+    "ranks": [
+        *(_of_rank(8, tokens, "4096", **GATHERED) for tokens in (8192, 32768, 2048)),
+        _of_rank(8, 8192, "4096", **{**GATHERED, "schemes": "ring"}),
+        *(_of_rank(8, 8192, "one", schemes=scheme) for scheme in ("ring", "all_gather")),
+        _of_rank(8, 8192, "4096", **GATHERED, width=64, heads=64),
+        *(_of_rank(8, tokens, "4096", **NARROW, schemes="halo", orders="striped") for tokens in (8192, 32768)),
+        *(_of_rank(32, 8192, documents, **GATHERED) for documents in ("4096", LONG_TAIL)),
+        _of_rank(8, 8192, LONG_TAIL, **GATHERED),
+        _of_rank(32, 8192, "one", schemes="ring"),
+        _of_rank(8, 32768, "one", schemes="ring", rounds=1),
+    ],
     "several_gpus": [
         *(_split(tokens, documents, "ring") for tokens in (8192, 32768) for documents in DOCUMENTS),
         *(_split(tokens, "4096", ",".join(OF_ALL_KEYS[1:])) for tokens in (32768, 8192)),  # all but the ring

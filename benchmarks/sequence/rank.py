@@ -23,9 +23,10 @@ from benchmarks.sequence.rows import Rows, median
 from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, wall_seconds
 from ejdist.mesh import SP
 from ejdist.order import Order
-from ejdist.sequence import AllGather, Ring, Scheme, in_place
+from ejdist.sequence import AllGather, Halo, Ring, Scheme, in_place
 from ejdist.sequence import hops as ring_hops
 from ejdist.sequence.attention import OnShard, local_of, shard_call
+from ejdist.sequence.halo import reach_of
 from ejdist.sequence.local import Local
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import SCHEMES
@@ -37,7 +38,7 @@ HOPS = ("forward", "backward")
 ARRIVE = ("key", "value")
 # Schemes whose rank computes the same with copies of its own keys in the place of others'. Of Ulysses it would have copies of
 # its queries too, and the lse of one rank's.
-KNOWN = (Ring, AllGather)
+KNOWN = (Ring, AllGather, Halo)
 
 
 def _mask(call: Attention, data: Any, ranks: int) -> MaskInfo:
@@ -61,7 +62,8 @@ def programs(call: Attention, order: Order, scheme: Scheme, compared: bool = Fal
     missing = missing_of(call, order, scheme)
 
     def attention(floats: Arrays, data: Any, lse: bool) -> Any:
-        run = OnShard(SP, Work(scheme, sums=compared, copies=compared), lse)
+        reach = reach_of(call.rules, floats["query"].shape[1] * order.shards)
+        run = OnShard(SP, Work(scheme, sums=compared, copies=compared), lse, reach)
         mask = _mask(call, data, order.shards)
         if call.sinks:  # the contract has them as [N, n]
             floats = floats | {"softmax_aux": floats["softmax_aux"][:, None]}
@@ -266,12 +268,13 @@ def measure(o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None
 
 
 def schemes_of(o: dict[str, Any]) -> list[str]:
-    """Returns the schemes whose ranks are timed: those that are named, or all of which one by itself is known.
+    """Returns the schemes whose ranks are timed: those that are named, or all of which one by itself is known. Without a window
+    a halo is a ring.
 
     Raises:
       ValueError: one is named of which it is not; names the remedy.
     """
-    known = [name for name, kind in SCHEMES.items() if kind in KNOWN]
+    known = [name for name, kind in SCHEMES.items() if kind in KNOWN and (kind is not Halo or o["window"])]
     named = known if o["schemes"] == ",".join(SCHEMES) else o["schemes"].split(",")
     for name in named:
         if name not in known:

@@ -83,8 +83,10 @@ def local_of(static: Static, arrays: Arrays, seen: Seen) -> Local:
 
 
 def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:
-    out, lse = static.scheme.forward(local_of(static, arrays, seen))
-    if (sinks := arrays.get("softmax_aux")) is not None:
+    local, sinks = local_of(static, arrays, seen), arrays.get("softmax_aux")
+    within = sinks is not None and static.scheme.takes_sinks(local)
+    out, lse = static.scheme.forward(replace(local, own=local.own | {"softmax_aux": sinks}) if within else local)
+    if sinks is not None and not within:
         # A sink is a key that every row sees and that has no value; it joins once, after all keys.
         joint = jnp.broadcast_to(jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None, None], lse.shape)
         out, lse = merge(out, lse, jnp.zeros_like(out), joint)

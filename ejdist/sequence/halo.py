@@ -2,13 +2,14 @@
 the ranks that hold them, and one attention takes them with the rank's own.
 
 A window may reach over several runs before a run, of other ranks or of this one. A rank's own runs are not sent, and no token
-comes twice: what lies before a run ends where the rank's own run before it does.
+comes twice: what lies before a run ends where the rank's own run before it does. A stripe is a run, and what lies before the
+stripes of a rank comes from the rank before it in one transfer, and in another from the last rank to the first.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,16 +32,18 @@ _TILE = 128
 
 @dataclass(frozen=True)
 class Piece:
-    """What ranks send for the halo: the last tokens of a run of theirs, to ranks of which a run begins so many runs later.
+    """What ranks send for the halo: the last tokens of runs of theirs, to ranks of which runs begin so many runs later.
 
     Attributes:
-      run, source: which of a rank's runs it is for, and which of the sender's it is of.
-      start, tokens: where it begins, counted in tokens before the run that it is for, and how many there are.
+      run, source: the first of a rank's runs that it is for, and of the sender's that it is of. count: how many, one after
+        another, of each.
+      start, tokens: where it begins, counted in tokens before the run that it is for, and how many of a run there are.
       pairs: (sender, receiver).
     """
 
     run: int
     source: int
+    count: int
     start: int
     tokens: int
     pairs: tuple[tuple[int, int], ...]
@@ -80,11 +83,12 @@ def _reach_of_rules(rules: MaskInfo, length: int) -> int | None:
 def pieces(order: Order, length: int, reach: int) -> tuple[Piece, ...]:
     """Returns what is sent so that every rank has the `reach` tokens before each of its runs, of an order that `has_runs`."""
     n, run = order.shards, run_length(order, length)
-    runs = np.asarray(order.indices(order.multiple)).reshape(n, -1)  # [ranks, runs of a rank], ascending
-    place = {int(number): (rank, index) for (rank, index), number in np.ndenumerate(runs)}
-    listed = []
+    runs = order.runs(length // n)  # ascending on each rank
+    place = {int(part): (rank, index) for (rank, index), part in np.ndenumerate(runs)}
+    listed: list[Piece] = []
     for back in range(1, -(-reach // run) + 1):
         tokens = min(run, reach - (back - 1) * run)
+        start, latest = (back - 1) * run + tokens, {}
         for index in range(runs.shape[1]):
             sent: dict[int, list[tuple[int, int]]] = {}
             for rank in range(n):
@@ -92,23 +96,40 @@ def pieces(order: Order, length: int, reach: int) -> tuple[Piece, ...]:
                 if wanted > held:  # else it is this rank's own, or before it, or nowhere
                     sender, source = place[wanted]
                     sent.setdefault(source, []).append((sender, rank))
-            start = (back - 1) * run + tokens
-            listed += [Piece(index, source, start, tokens, tuple(pairs)) for source, pairs in sorted(sent.items())]
+            for source, pairs in sorted(sent.items()):
+                # Of the next runs of the same ranks: one transfer.
+                number = latest.setdefault(tuple(pairs), len(listed))
+                if number < len(listed):
+                    piece = listed[number]
+                    if (index, source) == (piece.run + piece.count, piece.source + piece.count):
+                        listed[number] = replace(piece, count=piece.count + 1)
+                        continue
+                    latest[tuple(pairs)] = len(listed)
+                listed.append(Piece(index, source, 1, start, tokens, tuple(pairs)))
     return tuple(listed)
 
 
-def has_runs(order: Order) -> bool:
-    """Whether the tokens of a rank are few long runs, so that what lies before each is little: not so of stripes."""
-    return order.in_parts
+def _front(reach: int, run: int) -> int:
+    """Returns how many tokens a halo has before each run: whole tiles where runs are."""
+    return reach if run % _TILE else -(-reach // _TILE) * _TILE
+
+
+def has_runs(order: Order, length: int, reach: int) -> bool:
+    """Whether the tokens of a rank are runs, and what lies before each of them is little. Of stripes it is where they are few
+    enough to be looked at one by one, and no halo reaches back to the rank's own stripe before."""
+    if order.in_parts or order.carried or order.shards == 1:
+        return order.in_parts
+    run = run_length(order, length)
+    return run == order.stripe and _front(reach, run) <= (order.shards - 1) * run
 
 
 def sent(order: Order, length: int, reach: int | None) -> tuple[float, int] | None:
     """Returns the tokens that a rank sends at most for the halo of that reach, over its own, and in how many transfers; None
     where there is no halo, and where it would be the whole sequence."""
-    if reach is None or reach >= length - 1 or not has_runs(order) or order.shards == 1:
+    if reach is None or reach >= length - 1 or order.shards == 1 or not has_runs(order, length, reach):
         return None
     parts = pieces(order, length, reach)
-    return sum(piece.tokens for piece in parts) * order.shards / length, len(parts)
+    return sum(piece.count * piece.tokens for piece in parts) * order.shards / length, len(parts)
 
 
 @dataclass(frozen=True)
@@ -131,21 +152,20 @@ class HaloCall:
           ValueError: it would be the whole sequence.
         """
         static, order = local.static, local.static.order
-        by_order = (
-            has_runs(order) and local.mask.q_positions is None
-        )  # what groups of striped ranks have, positions say
-        if static.reach is None or not by_order or len(static.hops) == 1 or not local.is_flash:
+        tokens, reach = local.query.shape[1], static.reach
+        # What groups of striped ranks have, positions say.
+        if reach is None or local.mask.q_positions is not None or len(static.hops) == 1 or not local.is_flash:
             return None
-        tokens = local.query.shape[1]
-        if static.reach >= (length := tokens * local.ranks) - 1:
+        if not has_runs(order, length := tokens * local.ranks, reach):
+            return None
+        if reach >= length - 1:
             raise ValueError(
                 f"{static.op.name}: a halo has the keys just before a rank's own, and the window or chunk of this call reaches "
-                f"{static.reach} tokens back in a sequence of {length}: use scheme 'ring', or a window of at most {length - 1}"
+                f"{reach} tokens back in a sequence of {length}: use scheme 'ring', or a window of at most {length - 1}"
             )
         run = run_length(order, length)
-        front = static.reach if run % _TILE else -(-static.reach // _TILE) * _TILE
-        first = order.positions(exchange.rank(local.axis), tokens * local.ranks)[::run]
-        return cls(local, static.reach, front, run, tokens // run, first)
+        first = order.positions(exchange.rank(local.axis), length)[::run]
+        return cls(local, reach, _front(reach, run), run, tokens // run, first)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -165,10 +185,18 @@ class HaloCall:
         for name in KEY_FIELDS:
             x = getattr(local.mask, name)
             if x is not None:
-                text = jnp.pad(order.inverse(x), ((0, 0), (self.front, 0)))
-                parts = [jax.lax.dynamic_slice_in_dim(text, start, span, 1) for start in self.first]
-                changes[name] = jnp.where(there, jnp.concatenate(parts, 1), -1)
+                changes[name] = jnp.where(there, self._around_runs(order.inverse(x)), -1)
         return local.mask.replace(**changes)
+
+    def _around_runs(self, x: jax.Array) -> jax.Array:
+        """Returns [B, runs * (front + run)], each run with what lies before it, of an array [B, T] in the order of the text."""
+        span, apart, slices = self.front + self.run, self.run * self.local.ranks, jax.lax.dynamic_slice_in_dim
+        text = jnp.pad(x, ((0, 0), (self.front, apart)))
+        if self.local.static.order.in_parts:
+            return jnp.concatenate([slices(text, start, span, 1) for start in self.first], 1)
+        # Stripes of a rank are equally far apart, and no halo is longer than that.
+        rows = slices(text, self.first[0], self.runs * apart, 1).reshape(x.shape[0], self.runs, apart)
+        return rows[:, :, :span].reshape(x.shape[0], -1)
 
     def keys(self) -> dict[str, jax.Array]:
         """Returns keys and values [B, runs * (front + run), ...]: each run of this rank's behind what lies before it."""
@@ -176,12 +204,12 @@ class HaloCall:
         before = {n: jnp.zeros_like(x, shape=(*x.shape[:2], self.front, *x.shape[3:])) for n, x in runs.items()}
         before = vary_alike(before, runs)
         for piece in self.pieces:
-            part = {n: x[:, piece.source, self.run - piece.tokens :] for n, x in runs.items()}
+            part = {n: _part(x, piece.source, piece.count, self.run - piece.tokens, self.run) for n, x in runs.items()}
             arrived = exchange.send(part, self.local.axis, piece.pairs)
             start = self.front - piece.start
             # Of the senders whose run this may be a rank has one; from the others it has zeros.
             for n, x in arrived.items():
-                before[n] = _added(before[n], piece.run, start, x)
+                before[n] = _added(before[n], piece.run, piece.count, start, x)
         return {n: jnp.concatenate([before[n], x], 2).reshape(x.shape[0], -1, *x.shape[3:]) for n, x in runs.items()}
 
     def home(self, grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -190,17 +218,23 @@ class HaloCall:
         total = {n: x[:, :, self.front :].astype(jnp.float32) for n, x in every.items()}
         for piece in self.pieces:
             start = self.front - piece.start
-            part = {n: x[:, piece.run, start : start + piece.tokens] for n, x in every.items()}
+            part = {n: _part(x, piece.run, piece.count, start, start + piece.tokens) for n, x in every.items()}
             arrived = exchange.send(part, self.local.axis, tuple((to, sender) for sender, to in piece.pairs))
             for n, x in arrived.items():
-                total[n] = _added(total[n], piece.source, self.run - piece.tokens, x)
+                total[n] = _added(total[n], piece.source, piece.count, self.run - piece.tokens, x)
         return {n: x.reshape(x.shape[0], -1, *x.shape[3:]) for n, x in total.items()}
 
 
-def _added(x: jax.Array, run: int, start: int, part: jax.Array) -> jax.Array:
-    """Returns x [B, runs, tokens, ...] with a part [B, tokens, ...] added to the tokens of a run from `start` on."""
-    part = part + x[:, run, start : start + part.shape[1]]
-    return jax.lax.dynamic_update_slice(x, part[:, None].astype(x.dtype), (0, run, start, *(0,) * (x.ndim - 3)))
+def _part(x: jax.Array, run: int, count: int, start: int, stop: int) -> jax.Array:
+    """Returns [B, count * tokens, ...], tokens from `start` to `stop` of some runs of x [B, runs, tokens, ...]."""
+    return x[:, run : run + count, start:stop].reshape(x.shape[0], count * (stop - start), *x.shape[3:])
+
+
+def _added(x: jax.Array, run: int, count: int, start: int, part: jax.Array) -> jax.Array:
+    """Returns x [B, runs, tokens, ...] with a part, as of `_part`, added to the tokens of some runs from `start` on."""
+    part = part.reshape(x.shape[0], count, -1, *x.shape[3:])
+    part = part + x[:, run : run + count, start : start + part.shape[2]]
+    return jax.lax.dynamic_update_slice(x, part.astype(x.dtype), (0, run, start, *(0,) * (x.ndim - 3)))
 
 
 def forward(halo: HaloCall) -> tuple[jax.Array, jax.Array]:

@@ -45,8 +45,8 @@ class Static:
 
 
 def apart(op: Op, arrays: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns (the arguments that stay on a rank, those that travel), without sinks, which no scheme sees. What travels has an
-    entry for each key by the contract of the operation."""
+    """Returns (the arguments that stay on a rank, those that travel), without sinks, see `Scheme.takes_sinks`. What travels has
+    an entry for each key by the contract of the operation."""
     keys = {n: arrays[n] for n, p in op.parameters.items() if n in arrays and any(d.name == "S" for d in p.dims)}
     return {n: x for n, x in arrays.items() if n not in keys and n != "softmax_aux"}, keys
 

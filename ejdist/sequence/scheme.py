@@ -20,8 +20,8 @@ WAITED = {True: 0.3, False: 0.85}
 class Scheme:
     """The attention of a rank's queries over the keys of all ranks, forward and backward. Stateless, frozen, hashable.
 
-    A scheme never sees sinks and is never differentiated: the code around it does both. `local` answers for masks and
-    positions. Results are this rank's own.
+    A scheme is never differentiated, and sees no sinks unless it `takes_sinks`: the code around it does both. `local` answers
+    for masks and positions. Results are this rank's own.
 
     all_ids: whether it needs the segment ids of all ranks' keys, and the caller's own positions, see `Local.mask`.
     latents: when it sends the latents of latent attention instead of keys and values, see `latents.py`. A scheme can if it
@@ -48,6 +48,11 @@ class Scheme:
         `saved` has d_out, and the lse and delta of the whole softmax, so a part of the keys gives its part of the gradient.
         """
         raise NotImplementedError
+
+    def takes_sinks(self, local: Local) -> bool:
+        """Returns whether its forward is one call of the operation over all keys that a query sees. Sinks are then an argument
+        of that call, among `local.own`; else they join in a pass over the output. A backward sees them in the lse alone."""
+        return False
 
     def counts_hops(self, local: Local) -> bool:
         """Returns whether it makes only the hops that the documents of a batch need, and so asks for `Local.needed`."""

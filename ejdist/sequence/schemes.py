@@ -139,7 +139,7 @@ class AllGather(Scheme):
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
         check_groups(self.head_groups, local.sizes.get("K", 0))
-        if (call := Gathered.of(local, self.head_groups)) is not None:
+        if (call := Gathered.of(local, self.head_groups, forward=True)) is not None:
             return call.forward()
         if local.plain:
             return trips.over_gathered(local, lambda *at: hops.attended(local, *at))
@@ -149,7 +149,7 @@ class AllGather(Scheme):
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if len(local.hops) == 1:
             return Ring().backward(local, saved)
-        if (call := Gathered.of(local, self.head_groups)) is not None:
+        if (call := Gathered.of(local, self.head_groups, forward=False)) is not None:
             return call.backward(saved)
         if local.plain:
             grads, parts = pulled_by_hops(local, saved)
@@ -157,6 +157,9 @@ class AllGather(Scheme):
             grads = local.pull(saved, *local.in_order(trips.gathered(local)))
             parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in local.keys}
         return grads | trips.scattered(local, parts)
+
+    def takes_sinks(self, local: Local) -> bool:
+        return len(local.hops) > 1 and not local.plain and Gathered.of(local, self.head_groups, forward=True) is None
 
     def counts_hops(self, local: Local) -> bool:
         return by_batch(self.hops, few_hops(local.static.order, local.query.shape[1]))
@@ -171,7 +174,7 @@ class AllGather(Scheme):
             sent.add(shape.axis, PERMUTE, (passes + shape.float32) * keys * hops, 2 * (passes + 1) * hops)
         elif hops and (groups := self._groups(shape)):
             # Keys and values are one array; in the backward all groups but the first come at once. Gradients have their dtype.
-            calls = shape.forwards * groups + min(groups, 2)
+            calls = shape.forwards * self._groups(shape, forward=True) + min(groups, 2)
             sent.add(shape.axis, ALL_GATHER, passes * keys * others, calls)
             sent.add(shape.axis, ALL_TO_ALL, keys * others, groups)
         elif hops:
@@ -193,11 +196,11 @@ class AllGather(Scheme):
             return 2 * times * keys + 2 * (shape.ranks - 1) * keys
         return 2 * times * shape.ranks * keys + 3 * shape.ranks * shape.float32 * keys  # put in the order of the text
 
-    def _groups(self, shape: AttentionShape) -> int:
-        """Returns in how many groups of heads keys come; 0: at once."""
+    def _groups(self, shape: AttentionShape, forward: bool = False) -> int:
+        """Returns in how many groups of heads keys come, by default in the backward; 0: at once."""
         if not shape.tiles or not shape.sent_on(self.hops) >= min(shape.ranks - 1, shape.hops):
             return 0
-        return self.head_groups or groups_of(shape.tiles, shape.heads, shape.kv_heads)
+        return self.head_groups or groups_of(shape.tiles, shape.heads, shape.kv_heads, forward)
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
         held = _held(shape, sets=shape.ranks)
@@ -285,6 +288,9 @@ class Halo(Scheme):
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         call = halo.HaloCall.of(local)
         return self.otherwise.backward(local, saved) if call is None else halo.backward(call, saved)
+
+    def takes_sinks(self, local: Local) -> bool:
+        return halo.HaloCall.of(local) is not None or self.otherwise.takes_sinks(local)
 
     def counts_hops(self, local: Local) -> bool:
         return halo.HaloCall.of(local) is None and self.otherwise.counts_hops(local)

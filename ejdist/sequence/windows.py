@@ -31,6 +31,9 @@ class ByWindow(Scheme):
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return self._of(_shape_of(local)).backward(local, saved)
 
+    def takes_sinks(self, local: Local) -> bool:
+        return self._of(_shape_of(local)).takes_sinks(local)
+
     def counts_hops(self, local: Local) -> bool:
         return self._of(_shape_of(local)).counts_hops(local)
 

@@ -16,8 +16,8 @@ FAULTS = (
     Fault(
         "a halo may be the whole sequence",
         "HaloCall.of",
-        "$static.reach >= ($length := $own * $local.ranks) - 1",
-        "($length := $own * $local.ranks) < 0",
+        "$reach >= $length - 1",
+        "$length < 0",
         "tests/test_sequence.py -k wrong_call",
     ),
     Fault(
@@ -223,6 +223,13 @@ FAULTS = (
         "_TILES * MULTIPROCESSORS",
         "MULTIPROCESSORS",
         f"{IN_PLACE} -k gather_by_heads",
+    ),
+    Fault(
+        "gathered keys: a launch of the forward may have the heads of one head of keys",
+        "gathered:groups_of",
+        "$heads // _FORWARD_HEADS",
+        "$heads",
+        f"{IN_PLACE} -k several_heads_side_by_side",
     ),
     Fault(
         "gathered keys: tiles lie as they came",
@@ -444,9 +451,37 @@ FAULTS = (
     Fault(
         "groups of striped ranks are taken to have runs",
         "HaloCall.of",
-        "$local.mask.q_positions is None",
-        "True",
+        "$local.mask.q_positions is not None",
+        "False",
         f"{HALO} -k groups",
+    ),
+    Fault(
+        "of a halo of stripes only the first is sent",
+        "pieces",
+        "replace($piece, count=$piece.count + 1)",
+        "$piece",
+        f"{HALO} -k comes_once",
+    ),
+    Fault(
+        "a halo reaches back over a rank's own stripe",
+        "halo:has_runs",
+        "_front($reach, $run) <= ($order.shards - 1) * $run",
+        "True",
+        f"{HALO} -k what_is_sent",
+    ),
+    Fault(
+        "segment ids before a stripe are those of the first rank's",
+        "HaloCall._around_runs",
+        "$slices($text, $self.first[0], $$rest)",
+        "$slices($text, 0, $$rest)",
+        f"{HALO} -k '4-striped-packed_three'",
+    ),
+    Fault(
+        "sinks count twice where a scheme makes one call",
+        "sequence/attention:_forward",
+        "$sinks is not None and (not $within)",
+        "$sinks is not None",
+        f"{HALO} -k '4-contiguous-packed_three'",
     ),
     Fault(
         "gradients of a halo do not come home",

@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "a plan: a halo goes to no rank",
         "HaloCall.keys",
-        "_added($before[$n], $piece.run, $start, $x)",
+        "_added($before[$n], $piece.run, $piece.count, $start, $x)",
         "$before[$n]",
         HALO,
     ),

@@ -230,6 +230,7 @@ def warp_specialized_forward(
     dtype: Any = None,
     pages: tuple[jax.Array, jax.Array] | None = None,
     rows: tuple[jax.Array, jax.Array] | None = None,
+    side: int | None = None,
     **rest: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of the Hopper forward with the tiles `params`.
@@ -242,7 +243,7 @@ def warp_specialized_forward(
         K, width], of a number of slots that `takes_pages` allows.
       sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if out has that dtype.
       into: (out, lse) of which the result has the heads that are not of this call, in the same memory; it reads none of it.
-      dtype: of the output, that of the queries or float32.
+      dtype: of the output, that of the queries or float32. side: heads side by side; None: as many as `SIDE_BY_SIDE` allows.
       rope: (query [B, T, N, Hr], key [B, S, 1, Hr]), the last columns of each head, where `query` and `key` lack them.
         `splits` says when the kernel takes them.
       rest: the inputs and launch options that follow from the operation.
@@ -299,7 +300,7 @@ def warp_specialized_forward(
         out_shape=tuple(shapes),
         aliases=aliases,
         grid=(min(tiles, MULTIPROCESSORS),),
-        HEADS=next(n for n in SIDE_BY_SIDE if heads % n == 0),
+        HEADS=side or next(n for n in SIDE_BY_SIDE if heads % n == 0),
         STAGES=params.num_stages,
         QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
         CONSUMER_REGISTERS=160 if q_block == THREE_WARPGROUPS else 240 if pages is None else 232,

@@ -89,6 +89,9 @@ def attend(
     call = call if table is None else call.with_tiles(table)
     call = _longest_first(call, call.spans(TILE, cfg.fwd_params.kv_blocksize or TILE)[0])
     how = {
+        # All heads, so that the longest blocks of all come first: of eight at a time the last eight begin with theirs when
+        # others are through, and a launch of 16 heads over the packed keys of eight ranks takes 1.3 times as long.
+        "side": call.options["PART"] or call.options["N"],
         "sofar": sofar,
         "into": into,
         "dtype": dtype,

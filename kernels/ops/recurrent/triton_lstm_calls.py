@@ -11,6 +11,7 @@ from jax import lax
 
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
+from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.recurrent.contract import check_weights
 from kernels.ops.recurrent.directions import Direction, dot
 from kernels.ops.recurrent.triton_lstm import BEGINS, GOES_ON, PADDING, lstm_bwd_kernel, lstm_fwd_kernel
@@ -21,7 +22,8 @@ TOGETHER = 16  # tokens of an iteration of XLA's loop
 
 
 class Tile(NamedTuple):
-    """Rows and hidden units of a program, how many channels a product sums at a time, and what hides its loads."""
+    """Rows and hidden units of a program, how many channels a product sums at a time, and what hides its loads. Programs that
+    are at most half as many as multiprocessors have half of the units: a product of 8 columns is the least of Hopper's."""
 
     block_b: int = 64
     block_f: int = 16
@@ -44,14 +46,16 @@ class States(NamedTuple):
 def _sizes(of: Direction, tile: Tile, channels: int) -> dict[str, Any]:
     (B, T, _), F = of.inputs.shape, of.initial.shape[-1]
     block_b = min(tile.block_b, max(LEAST, power_of_two(B)))
+    programs = triton.cdiv(F, tile.block_f) * triton.cdiv(B, block_b)
+    block_f = tile.block_f // (2 if 2 * programs <= MULTIPROCESSORS else 1)
     return {
         "T": T,
         "B": B,
         "F": F,
         "BLOCK_B": block_b,
-        "BLOCK_F": tile.block_f,
+        "BLOCK_F": block_f,
         "BLOCK_K": min(tile.block_k, max(LEAST, power_of_two(channels))),
-        "grid": (triton.cdiv(F, tile.block_f), triton.cdiv(B, block_b)),
+        "grid": (triton.cdiv(F, block_f), triton.cdiv(B, block_b)),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
