@@ -56,7 +56,8 @@ PLANS: dict[str, list[dict[str, Any]]] = {
     "ranks": [
         *(_of_rank(8, tokens, "4096", **GATHERED) for tokens in (8192, 32768, 2048)),
         _of_rank(8, 8192, "4096", **{**GATHERED, "schemes": "ring"}),
-        *(_of_rank(8, 8192, "one", schemes=scheme) for scheme in ("ring", "all_gather")),
+        _of_rank(8, 8192, "one", schemes="ring"),
+        _of_rank(8, 8192, "one", schemes="all_gather"),
         _of_rank(8, 8192, "4096", **GATHERED, width=64, heads=64),
         *(_of_rank(8, tokens, "4096", **NARROW, schemes="halo", orders="striped") for tokens in (8192, 32768)),
         *(_of_rank(32, 8192, documents, **GATHERED) for documents in ("4096", LONG_TAIL)),
