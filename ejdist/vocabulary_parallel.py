@@ -32,11 +32,20 @@ def _joined(axes: dict[str, tuple[str, ...]], targets: jax.Array, **arguments: A
     """Returns (lse, target logit, mean logit) of this device's tokens over the whole vocabulary."""
     vocabulary = axes["V"]
     of_logits = "logits" in arguments
-    if vocabulary:
-        # A target of another device's part is out of range here, and has logit 0.
-        size = arguments["logits" if of_logits else "lm_head"].shape[-1]
-        targets = targets - jax.lax.axis_index(vocabulary) * size
-    outputs = (logits_op if of_logits else op)(targets=targets, **arguments)
+    targets, _ = of_this_part(targets, vocabulary, arguments["logits" if of_logits else "lm_head"].shape[-1])
+    return of_every_part((logits_op if of_logits else op)(targets=targets, **arguments), vocabulary)
+
+
+def of_this_part(targets: jax.Array, vocabulary: tuple[str, ...], size: int) -> tuple[jax.Array, int]:
+    """Returns (targets as this device's part of the vocabulary, of `size`, counts them; the size of the whole). A target of
+    another device's part is out of range here, and has logit 0."""
+    if not vocabulary:
+        return targets, size
+    return targets - jax.lax.axis_index(vocabulary) * size, size * math.prod(map(jax.lax.axis_size, vocabulary))
+
+
+def of_every_part(outputs: tuple[jax.Array, ...], vocabulary: tuple[str, ...]) -> tuple[jax.Array, ...]:
+    """Returns (lse, target logit, mean logit) over the whole vocabulary, from those of this device's part."""
     if not vocabulary:
         return outputs
     lse, at_target, mean = outputs
