@@ -26,7 +26,7 @@ from ejdist.layout import axes_in, current_layout, gather, on_mesh, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
 from ejdist.precision import PRECISIONS, Blocks, Narrow, check_device, no_gradient, of_matrix, operands_of, times
-from ejdist.vocabulary_parallel import of_every_part, of_this_part
+from ejdist.vocabulary_parts import of_every_part, of_this_part
 from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.framework.dispatch import vary_alike
 from kernels.ops.cross_entropy import LossSums, TokenLosses, logits_op, terms_of_tokens, token_losses
@@ -49,6 +49,16 @@ def sizes(tokens: int, vocabulary: int, precision: str) -> tuple[int, int]:
     if SCALINGS[PRECISIONS[precision].scaling].a[1] is None:
         return rows, 1
     return rows, max(1, min(-(-tokens // rows), WAITING // (vocabulary * rows)))
+
+
+def bytes_at_work(tokens: int, width: int, vocabulary: int, precision: str, itemsize: int) -> int:
+    """Returns the bytes at the height of a loss of which gradients are taken, without the matrix and a float32 gradient of it:
+    logits and cotangents of a block, cotangents that wait, the matrix in 8 bits, and a product with the tokens."""
+    rows, together = sizes(tokens, vocabulary, precision)
+    of_matrix = (2 + itemsize) * width * vocabulary
+    if rows * together >= tokens:  # the one product is the gradient
+        of_matrix = max(0, of_matrix - 4 * width * vocabulary)
+    return rows * vocabulary * (2 * itemsize + 2 + together) + of_matrix
 
 
 def _in_parts(x: jax.Array, size: int) -> jax.Array:
@@ -246,7 +256,7 @@ def _on_mesh(of_shard: Callable, hidden: Any, lm_head: Narrow, targets: Any, mes
         return jax.lax.psum(out, tokens) if summed and tokens else out
 
     where = placed(dims_x, hidden.shape), placed(dims_w, matrix.shape), spec_of(made, here), placed(dims, targets.shape)
-    out = jax.P() if summed else where[3]
+    out = placed([], ()) if summed else where[3]
     return map_shards(on_shard, here, where, out)(hidden, matrix, made and made.blocks, targets)
 
 

@@ -18,9 +18,7 @@ from ejdist.experts import moe
 from ejdist.experts.halves import NONE, halved, joined
 from ejdist.layout import check_dims, constrain, current_layout, gather
 from ejdist.models.ops import Ops
-from ejdist.narrow_loss import narrow_loss_sums, narrow_token_losses
 from ejdist.order import Order, platform_of
-from ejdist.precision import Narrow
 from ejdist.projection import project, project_all, project_mlp
 from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
@@ -82,11 +80,6 @@ def _in_fixed_order(function: Callable[..., Any], mesh: Any, platform: str | Non
     return function(*args, platform="triton" if on_gpus and platform is None else platform, **kwargs)
 
 
-def _of_projection(wide: Callable, narrow: Callable, hidden: Any, lm_head: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls one function for an output projection whose products are in 8 bits, and another for an array."""
-    return (narrow if isinstance(lm_head, Narrow) else wide)(hidden, lm_head, *args, **kwargs)
-
-
 def bind_ops(
     mesh: jax.sharding.Mesh | None,
     *,
@@ -129,8 +122,7 @@ def bind_ops(
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
     functions |= {f.__name__: functools.partial(f, **where) for f in (project, project_all)}
-    for name, narrow in (("fused_loss_sums", narrow_loss_sums), ("fused_token_losses", narrow_token_losses)):
-        functions[name] = functools.partial(_of_projection, functions[name], functools.partial(narrow, **where))
+    functions |= vocabulary_parallel.of_projection(functions, **where)
     functions["project_mlp"] = functools.partial(project_mlp, mesh=mesh)
     options = dict(experts or {})
     on = {

@@ -14,10 +14,16 @@ from test_precision import calls, gathered_bytes, off, rounded
 
 from ejdist import bind_ops, make_mesh, narrow_loss
 from ejdist.layout import current_layout, sharding
+from ejdist.mesh import mesh_shape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.parameters import initialise
 from ejdist.models.told import told_of_precision
+from ejdist.planning.candidates import candidate_of
+from ejdist.planning.search import Predictor
+from ejdist.planning.targets import target_of
 from ejdist.precision import PRECISIONS, Narrow
+from ejdist.training.losses import LossTerms, named_loss, trained_model
+from recipes.schema import compose
 
 RNG = np.random.default_rng(0)
 FINE, WIDE = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -248,6 +254,32 @@ def test_over_tp_a_model_has_the_loss_of_one_device():
     alone, split = (loss_and_gradients(config, mesh)[0] for mesh in (None, make_mesh(tp=2, devices=jax.devices()[:2])))
     assert abs(split[0] / alone[0] - 1) < 1e-5
     assert off(split[1]["lm_head"], alone[1]["lm_head"]) < 2e-2
+
+
+def test_a_loss_of_your_own_is_refused_with_it():
+    def own(trained, batch):
+        return LossTerms(jnp.float32(0), jnp.float32(1), {})
+
+    sections = compose(["recipe=short_context", "model=nano", "model.precision=fp8_block", "model.precision_head=true"])
+    with named_loss(own) as name:
+        sections.loss = name
+        with pytest.raises(ValueError, match=r"model.precision_head = true and loss = .*own.*; use loss=cross_entropy"):
+            trained_model(sections)
+
+
+def test_a_plan_holds_what_a_loss_makes_in_8_bits():
+    """At the height of a program with one layer."""
+    words = "recipe=long_context model=8b model.num_layers=1 mesh=single data.sequence_length=8192 data.global_batch=2 "
+    sections = compose(f"{words} model.precision=fp8_block model.precision_head=true".split())
+    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, 1))
+    memory = Predictor(sections, target_of(None, 1, "h200", None)).checked(candidate).memory
+    # Logits of 2,048 tokens and their cotangents in 16 bits, two operands of these in 8, and one of 16,384 tokens that waits.
+    # The matrix in 8 bits both ways and its gradient in 16 are as large as a gradient in 32.
+    assert memory.moment == "the loss"
+    assert memory.classes["logits"] == 128256 * (2048 * (2 + 2 + 2) + 16384)
+    assert (
+        narrow_loss.bytes_at_work(32768, 4096, 128256, "fp8_block", 2) == memory.classes["logits"] + 4 * 4096 * 128256
+    )
 
 
 def test_a_run_says_that_losses_multiply_in_8_bits():
