@@ -2,10 +2,10 @@
 [KEY=VALUE ...]`: losses of products in 8 bits beside those of bfloat16.
 
 Trains nano, or what other keys of a recipe say, on the text of Python's standard library, from each seed once with each
-`model.precision`, on the same batches. Early steps part two runs for good, so one pair of runs says little: the table has the
-mean of the pairs of one seed, its standard error, and how far apart runs of bfloat16 from two seeds are. A loss is the mean of
-100 steps. Writes every loss, and a picture of the curves beside them. On a Hopper GPU a run of nano takes about half a minute;
-a CPU computes products in 8 bits in float32.
+`model.precision`, on the same batches; `fp8_block+head` also multiplies by the output projection so. Early steps part two runs
+for good, so one pair of runs says little: the table has the mean of the pairs of one seed, its standard error, and how far
+apart runs of bfloat16 from two seeds are. A loss is the mean of 100 steps. Writes every loss, and a picture of the curves
+beside them. On a Hopper GPU a run of nano takes about half a minute; a CPU computes products in 8 bits in float32.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ RECIPE = (
     "recipe=long_context data=stdlib mesh=single data.sequence_length=256 data.global_batch=8 accumulation=1 "
     "checkpoint.every=0 model.compute_dtype=bfloat16"
 )
+HEAD = "+head"  # after a precision: of the output projection too
 SPAN = 100  # steps of a mean
 COLOURS = ("#333333", "#08519c", "#d94801", "#238b45", "#8c6d31")
 Curves = dict[str, list[list[float]]]  # precision -> of each seed the loss of each step
@@ -40,12 +41,18 @@ def means_of(losses: list[float]) -> np.ndarray:
     return np.asarray(losses[:whole]).reshape(-1, SPAN).mean(1)
 
 
+def words_of(name: str) -> str:
+    """Returns the keys of a precision."""
+    precision, plus, _ = name.partition(HEAD)
+    return f"model.precision={precision}" + (" model.precision_head=true" if plus else "")
+
+
 def compared(steps: int, seeds: int, precisions: list[str], keys: str = "") -> Curves:
     """Returns the losses of each run, those of bfloat16 first."""
     curves: Curves = {}
     for name in dict.fromkeys([BF16, *precisions]):
         for seed in range(seeds):
-            losses = losses_of(f"{keys} model.precision={name} run.seed={seed}", steps, RECIPE)
+            losses = losses_of(f"{keys} {words_of(name)} run.seed={seed}", steps, RECIPE)
             curves.setdefault(name, []).append([round(x, 4) for x in losses])
             print(f"{name}, seed {seed}: {np.mean(losses[-SPAN:]):.4f}", flush=True)
     return curves

@@ -122,6 +122,7 @@ def bind_ops(
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
     functions |= {f.__name__: functools.partial(f, **where) for f in (project, project_all)}
+    functions |= vocabulary_parallel.of_projection(functions, **where)
     functions["project_mlp"] = functools.partial(project_mlp, mesh=mesh)
     options = dict(experts or {})
     on = {

@@ -92,6 +92,22 @@ def check_precision(precision: str, keep: tuple[str, ...]) -> None:
         )
 
 
+def check_head(precision: str, head: bool, width: int, vocabulary: int) -> None:
+    """Raises ValueError where the output projection [width, vocabulary] is to be in 8 bits and cannot be."""
+    if not head:
+        return
+    if precision == BF16:
+        raise ValueError(
+            "model.precision_head = true has losses multiply by the output projection as model.precision says, and that is "
+            f"{BF16}: give model.precision, one of {', '.join(PRECISIONS)}, or leave it out"
+        )
+    if min(width, vocabulary) < LEAST:
+        raise ValueError(
+            f"model.precision_head = true: the output projection is {width} by {vocabulary}, and of fewer than {LEAST} inputs "
+            "or outputs it stays as it is: leave it out"
+        )
+
+
 def check_device(precision: str, device: Any) -> None:
     """Raises ValueError for a precision that a device computes no faster than bfloat16; CPUs compute all, for tests."""
     if precision == BF16 or device.platform == "cpu":
@@ -107,7 +123,7 @@ def check_device(precision: str, device: Any) -> None:
     )
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """An array [M, D] as an operand that is summed over D, and turned, as one that is summed over M; each with its scales."""
 
     values: jax.Array
@@ -116,7 +132,7 @@ class _Operands(NamedTuple):
     turned_scale: jax.Array
 
 
-def _operands(x: jax.Array, straight: Any, turned: Any, dtype: str, exponents: bool) -> _Operands:
+def _operands(x: jax.Array, straight: Any, turned: Any, dtype: str, exponents: bool) -> Operands:
     """Returns x in blocks of these rows and entries, padded with zeros, which change no scale and no sum."""
     together = straight[0] is not None and not exponents  # one operation makes both: of tiles of 128 by 128
     width = 128 if together else straight[1] or 16  # kernels read 16 bytes at a time
@@ -124,26 +140,26 @@ def _operands(x: jax.Array, straight: Any, turned: Any, dtype: str, exponents: b
     x = jnp.pad(x, more) if any(after for _, after in more) else x
     if together:
         heights = {"rows": straight[0], "turned_rows": turned[0]}
-        return _Operands(*kernels.quantize_both_ways(x, **heights, entries=straight[1], dtype=dtype))
+        return Operands(*kernels.quantize_both_ways(x, **heights, entries=straight[1], dtype=dtype))
     sides = ((x, straight), (x.T, turned))
-    return _Operands(
+    return Operands(
         *(y for a, block in sides for y in kernels.quantize_scaled(a, block, dtype=dtype, exponents=exponents))
     )
 
 
-def _operands_of(x: jax.Array, precision: str, role: str) -> _Operands:
+def operands_of(x: jax.Array, precision: str, role: str) -> Operands:
     """Returns the operands of x [M, D], of the cotangent d [M, F], or of a matrix w [D, F]."""
     how = SCALINGS[PRECISIONS[precision].scaling]
     straight, turned = {"x": (how.a, how.a), "d": (how.a, how.b), "w": (how.b, how.b)}[role]
     return _operands(x, straight, turned, PRECISIONS[precision].gradients if role == "d" else _FINE, how.exponents)
 
 
-def _turned(of: _Operands) -> tuple[jax.Array, jax.Array]:
+def _turned(of: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns what a matrix's gradient is a product of, under the name that remat policies keep."""
     return checkpoint_name(of.turned, OPERAND), checkpoint_name(of.turned_scale, OPERAND)
 
 
-def _times(
+def times(
     values: jax.Array, scale: jax.Array, others: jax.Array, their_scale: jax.Array, like: jax.Array, shape: Any
 ) -> jax.Array:
     """Returns values [M, D] times others [F, D] transposed, in the dtype of an array, without padding."""
@@ -173,14 +189,14 @@ def blocks_of(w: jax.Array) -> Blocks:
     return Blocks(jax.lax.bitcast_convert_type(values, jnp.uint8), scale)
 
 
-def _of_matrix(w: jax.Array, blocks: Blocks | None, precision: str) -> _Operands:
+def of_matrix(w: jax.Array, blocks: Blocks | None, precision: str) -> Operands:
     if blocks is None:
-        return _operands_of(w, precision, "w")
+        return operands_of(w, precision, "w")
     values = jax.lax.bitcast_convert_type(blocks.bits, jnp.dtype(_FINE))
-    return _Operands(values, blocks.scale, values.T, blocks.scale.T)
+    return Operands(values, blocks.scale, values.T, blocks.scale.T)
 
 
-def _no_gradient(blocks: Any) -> Any:
+def no_gradient(blocks: Any) -> Any:
     """Returns cotangents for matrices in 8 bits, whose gradients are those of the matrices beside them."""
     return jax.tree.map(
         lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype == jnp.uint8 else jnp.zeros_like(x), blocks
@@ -198,21 +214,21 @@ def _products(
 def _forward(
     x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    of_x, outs = _operands_of(x, precision, "x"), []
+    of_x, outs = operands_of(x, precision, "x"), []
     for w, of in zip(matrices, blocks, strict=True):
-        of_w = _of_matrix(w, of, precision)
+        of_w = of_matrix(w, of, precision)
         shape = x.shape[0], w.shape[1]
-        outs.append(_times(of_x.values, of_x.scale, of_w.turned, of_w.turned_scale, x, shape))
+        outs.append(times(of_x.values, of_x.scale, of_w.turned, of_w.turned_scale, x, shape))
     return tuple(outs), (*_turned(of_x), matrices, blocks)
 
 
 def _backward(precision: str, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, Any, Any]:
     (x, x_scale, matrices, blocks), parts, gradients = saved, [], []
     for w, of, d in zip(matrices, blocks, cotangents, strict=True):
-        of_d, of_w = _operands_of(d, precision, "d"), _of_matrix(w, of, precision)
-        parts.append(_times(of_d.values, of_d.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
-        gradients.append(_times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape).astype(w.dtype))
-    return sum(parts[1:], parts[0]), tuple(gradients), _no_gradient(blocks)
+        of_d, of_w = operands_of(d, precision, "d"), of_matrix(w, of, precision)
+        parts.append(times(of_d.values, of_d.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
+        gradients.append(times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape).astype(w.dtype))
+    return sum(parts[1:], parts[0]), tuple(gradients), no_gradient(blocks)
 
 
 _products.defvjp(_forward, _backward)
@@ -275,33 +291,33 @@ def _mlp_forward(
     (g, u), (h, h_scale, *_) = _forward(x, matrices[:2], blocks[:2], precision)
     g, u = (checkpoint_name(y, PRODUCT) for y in (g, u))
     if _fused(g, precision):
-        of_p = _Operands(*kernels.activate_both_ways(g, u, activation=activation))
+        of_p = Operands(*kernels.activate_both_ways(g, u, activation=activation))
     else:
-        of_p = _operands_of(kernels.gated_activation(g, u, activation=activation), precision, "x")
-    down, of_down = matrices[2], _of_matrix(matrices[2], blocks[2], precision)
-    out = _times(of_p.values, of_p.scale, of_down.turned, of_down.turned_scale, x, (x.shape[0], down.shape[1]))
+        of_p = operands_of(kernels.gated_activation(g, u, activation=activation), precision, "x")
+    down, of_down = matrices[2], of_matrix(matrices[2], blocks[2], precision)
+    out = times(of_p.values, of_p.scale, of_down.turned, of_down.turned_scale, x, (x.shape[0], down.shape[1]))
     return out, (h, h_scale, g, u, *_turned(of_p), matrices, blocks)
 
 
 def _mlp_backward(precision: str, activation: str, saved: Any, d: jax.Array) -> tuple[jax.Array, Any, Any]:
     h, h_scale, g, u, p, p_scale, matrices, blocks = saved
     down = matrices[2]
-    of_d, of_down = _operands_of(d, precision, "d"), _of_matrix(down, blocks[2], precision)
-    d_down = _times(p, p_scale, of_d.turned, of_d.turned_scale, d, down.shape)
-    d_p = _times(of_d.values, of_d.scale, of_down.values, of_down.scale, d, (d.shape[0], down.shape[0]))
+    of_d, of_down = operands_of(d, precision, "d"), of_matrix(down, blocks[2], precision)
+    d_down = times(p, p_scale, of_d.turned, of_d.turned_scale, d, down.shape)
+    d_p = times(of_d.values, of_d.scale, of_down.values, of_down.scale, d, (d.shape[0], down.shape[0]))
     if _fused(g, precision):
         eight = kernels.activation_cotangents(g, u, d_p, activation=activation)
-        sides = _Operands(*eight[:4]), _Operands(*eight[4:])
+        sides = Operands(*eight[:4]), Operands(*eight[4:])
     else:
         _, pull = jax.vjp(lambda g, u: kernels.gated_activation(g, u, activation=activation), g, u)
-        sides = tuple(_operands_of(y, precision, "d") for y in pull(d_p))
+        sides = tuple(operands_of(y, precision, "d") for y in pull(d_p))
     parts, gradients = [], []
     for w, of, side in zip(matrices, blocks, sides):
-        of_w = _of_matrix(w, of, precision)
-        parts.append(_times(side.values, side.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
-        gradients.append(_times(h, h_scale, side.turned, side.turned_scale, d, w.shape))
+        of_w = of_matrix(w, of, precision)
+        parts.append(times(side.values, side.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
+        gradients.append(times(h, h_scale, side.turned, side.turned_scale, d, w.shape))
     gradients = tuple(y.astype(w.dtype) for y, w in zip((*gradients, d_down), matrices, strict=True))
-    return sum(parts[1:], parts[0]), gradients, _no_gradient(blocks)
+    return sum(parts[1:], parts[0]), gradients, no_gradient(blocks)
 
 
 narrow_mlp.defvjp(_mlp_forward, _mlp_backward)

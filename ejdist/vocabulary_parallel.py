@@ -7,40 +7,29 @@ join them (Shoeybi et al., Megatron-LM, 2019).
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import kernels
+from ejdist.narrow_loss import narrow_loss_sums, narrow_token_losses
+from ejdist.precision import Narrow
 from ejdist.sharded import sharded
+from ejdist.vocabulary_parts import joined_lse, of_every_part, of_this_part
 from kernels.ops import kl_divergence as kl
 from kernels.ops.cross_entropy import logits_op, op, summed, sums_op, terms_of_tokens
-
-
-def _joined_lse(lse: jax.Array, vocabulary: tuple[str, ...]) -> jax.Array:
-    largest = jax.lax.pmax(jax.lax.stop_gradient(lse), vocabulary)
-    largest = jnp.where(jnp.isinf(largest), 0.0, largest)
-    total = jax.lax.psum(jnp.exp(lse - largest), vocabulary)
-    # A token of which every part is masked out has -inf, and no gradient, as on one device.
-    nothing = total == 0
-    return jnp.where(nothing, -jnp.inf, largest + jnp.log(jnp.where(nothing, 1.0, total)))
 
 
 def _joined(axes: dict[str, tuple[str, ...]], targets: jax.Array, **arguments: Any) -> tuple[jax.Array, ...]:
     """Returns (lse, target logit, mean logit) of this device's tokens over the whole vocabulary."""
     vocabulary = axes["V"]
     of_logits = "logits" in arguments
-    if vocabulary:
-        # A target of another device's part is out of range here, and has logit 0.
-        size = arguments["logits" if of_logits else "lm_head"].shape[-1]
-        targets = targets - jax.lax.axis_index(vocabulary) * size
-    outputs = (logits_op if of_logits else op)(targets=targets, **arguments)
-    if not vocabulary:
-        return outputs
-    lse, at_target, mean = outputs
-    return _joined_lse(lse, vocabulary), jax.lax.psum(at_target, vocabulary), jax.lax.pmean(mean, vocabulary)
+    targets, _ = of_this_part(targets, vocabulary, arguments["logits" if of_logits else "lm_head"].shape[-1])
+    return of_every_part((logits_op if of_logits else op)(targets=targets, **arguments), vocabulary)
 
 
 def _sums(
@@ -78,7 +67,7 @@ def _joined_gap(axes: dict[str, tuple[str, ...]], reverse: bool, **arguments: An
     if not vocabulary:
         return outputs
     *parts, gap = outputs
-    whole = [_joined_lse(lse, vocabulary) for lse in parts]
+    whole = [joined_lse(lse, vocabulary) for lse in parts]
     p = 0 if reverse else 1
     # A part's gap is a mean under its own part of p, and counts as much as it has of p; of nothing it may be infinite.
     share = jnp.exp(parts[p] - jnp.where(whole[p] == -jnp.inf, 0.0, whole[p]))
@@ -92,3 +81,18 @@ fused_cross_entropy = sharded(kernels.fused_cross_entropy, local=_reduced, handl
 fused_loss_sums = sharded(kernels.fused_loss_sums, local=_sums, handles=("V",))
 fused_token_losses = sharded(kernels.fused_token_losses, local=_joined, handles=("V",))
 fused_kl_divergence = sharded(kernels.fused_kl_divergence, local=_joined_gap, handles=("V",))
+
+
+def of_projection(
+    functions: Mapping[str, Callable], *, mesh: Any = None, platform: str | None = None
+) -> dict[str, Callable]:
+    """Returns the losses among functions that a model calls, each for an output projection in 8 bits too."""
+    narrow = {"fused_loss_sums": narrow_loss_sums, "fused_token_losses": narrow_token_losses}
+    where = {"mesh": mesh, "platform": platform}
+    return {
+        name: functools.partial(_either, functions[name], functools.partial(f, **where)) for name, f in narrow.items()
+    }
+
+
+def _either(wide: Callable, narrow: Callable, hidden: Any, lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+    return (narrow if isinstance(lm_head, Narrow) else wide)(hidden, lm_head, *args, **kwargs)

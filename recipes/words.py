@@ -251,8 +251,9 @@ _TOLD = (
         "use_peft peft qlora load_in_4bit load_in_8bit quantization quantize",
     ),
     (
-        "products are computed in model.compute_dtype=bfloat16 or float32",
-        "fp8 enable_fp8 float8",
+        "model.precision=fp8_block computes the products of layers in 8 bits, and model.precision_head=true that of the output "
+        "projection too",
+        "fp8 enable_fp8 float8 fp8_recipe fp8_lm_head",
     ),
     (
         "QK-clip needs the largest logit of each head, which no kernel of attention reports; model.qk_norm=true or "

@@ -239,6 +239,7 @@ ONLY = {
         "ejdist/experts/products.py",  # as of ejdist/precision.py
         "ejdist/layout.py",
         "ejdist/mapped.py",
+        "ejdist/narrow_loss.py",  # as of ejdist/precision.py
         "ejdist/precision.py",  # gradients in 8 bits, of operands that are quantised anew
         "ejdist/models/in_turn.py",  # gradients of a layer before those of the one before it
         "kernels/engines/matmul/permutation.py",

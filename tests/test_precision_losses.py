@@ -34,9 +34,16 @@ def test_each_precision_is_trained_from_each_seed(tmp_path, monkeypatch):
         return curve(2.0, steps)
 
     monkeypatch.setattr(precisions, "losses_of", losses_of)
-    precisions.main(["steps=200", "seeds=3", "precisions=fp8_row", "model.num_layers=2", f"out={tmp_path / 'x.json'}"])
+    precisions.main(
+        ["steps=200", "seeds=3", "precisions=fp8_row,fp8_row+head", "model.num_layers=2", f"out={tmp_path / 'x.json'}"]
+    )
     seeds = [f"run.seed={n}" for n in range(3)]
-    runs = [["model.num_layers=2", f"model.precision={p}", seed] for p in ("bf16", "fp8_row") for seed in seeds]
+    ways = (
+        ["model.precision=bf16"],
+        ["model.precision=fp8_row"],
+        ["model.precision=fp8_row", "model.precision_head=true"],
+    )
+    runs = [["model.num_layers=2", *keys, seed] for keys in ways for seed in seeds]
     assert asked == runs
     losses = json.loads((tmp_path / "x.json").read_text())["losses"]
-    assert {name: len(of) for name, of in losses.items()} == {"bf16": 3, "fp8_row": 3}
+    assert {name: len(of) for name, of in losses.items()} == {"bf16": 3, "fp8_row": 3, "fp8_row+head": 3}

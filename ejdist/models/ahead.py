@@ -23,6 +23,7 @@ from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, added, norm_weight
 from ejdist.models.stack import AHEAD, ahead_of, declare_buffers, declare_layers, layers_of, run_layers
+from ejdist.precision import Narrow
 
 EMBEDDING, HIDDEN, FINAL = "embedding_norm", "hidden_norm", "final_norm"
 OF_EMBEDDING, OF_HIDDEN = "of_embedding", "of_hidden"
@@ -81,7 +82,7 @@ def _next(x: jax.Array, last: int) -> jax.Array:
 def loss(
     params: dict,
     hidden: jax.Array,
-    projection: jax.Array,
+    projection: jax.Array | Narrow,
     ctx: BatchContext,
     c: DecoderShape,
     context: Callable[..., LayerContext],

@@ -14,7 +14,7 @@ from ejdist.models.ahead_shape import AheadShape
 from ejdist.models.attention_shapes import LEAST, MOST, LatentShape, SparseShape
 from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.models.remat import REMAT
-from ejdist.precision import BF16, check_precision
+from ejdist.precision import BF16, check_head, check_precision
 from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
 from kernels.ops.rotary_embedding import EXACT_FROM, RopeScaling
@@ -222,6 +222,7 @@ class DecoderShape:
     # Products of the layers' matrices in 8 bits, both ways: fp8_block, fp8_row, fp8_tensor, mxfp8; bf16: all in compute_dtype.
     precision: str = BF16
     precision_keep: tuple[str, ...] = ()  # patterns of names of matrices that stay in compute_dtype: ["*_output"]
+    precision_head: bool = False  # losses multiply by the output projection in 8 bits too, both ways
     remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, full, ...
     # Layers run as a loop over stacks. false: one after the other in the program, which compiles longer and copies less.
     scan_layers: bool = operational(True)
@@ -291,6 +292,7 @@ class DecoderShape:
             scaled = "; float16 needs loss scaling, which is not supported" if self.compute_dtype == "float16" else ""
             raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use bfloat16 or float32{scaled}")
         check_precision(self.precision, self.precision_keep)
+        check_head(self.precision, self.precision_head, self.model_dim, self.vocab_size)
         self.scaling()
 
     def _validate_layers(self) -> None:

@@ -40,6 +40,7 @@ from ejdist.models.stack import (
     update_buffers,
 )
 from ejdist.pictures import draw_load
+from ejdist.precision import Narrow
 from ejdist.registered import LAYER, grown, sections_of
 from ejdist.sections import operational, validate
 
@@ -168,7 +169,7 @@ def head(
 ) -> tuple[jax.Array, Metrics]:
     """Returns (the sum over counted tokens of cross entropy and z-loss; "loss", the cross entropy, "z_loss" and "tokens"); with
     multi-token prediction, also what that adds."""
-    hidden, projection = final_hidden(params, x, ctx, c), output_projection(params, c)
+    hidden, projection = final_hidden(params, x, ctx, c), projection_of_losses(params, c)
     sums = ctx.ops.fused_loss_sums(
         hidden, projection, ctx.batch["targets"], z_loss=z_loss, logits_soft_cap=c.logits_soft_cap
     )
@@ -208,6 +209,12 @@ def output_projection(params: dict, c: DecoderShape) -> jax.Array:
     return head.astype(c.compute_dtype)
 
 
+def projection_of_losses(params: dict, c: DecoderShape) -> jax.Array | Narrow:
+    """Returns `output_projection` as losses multiply with it: in 8 bits, if `precision_head` says so."""
+    head = output_projection(params, c)
+    return Narrow(head, c.precision) if c.precision_head else head
+
+
 def loss(
     params: dict,
     batch: dict[str, jax.Array],
@@ -226,7 +233,7 @@ def token_losses(
 ) -> jax.Array:
     """Returns the cross entropy of each token, float32 [B, T]; 0 where its target is -1."""
     hidden = hidden_states(params, batch, c, ops, context=context)
-    head = output_projection(params, c)
+    head = projection_of_losses(params, c)
     return ops.fused_token_losses(hidden, head, batch["targets"], logits_soft_cap=c.logits_soft_cap).loss
 
 

@@ -13,7 +13,8 @@ def told_of_precision(c: Any) -> list[str]:
     narrow, rest = narrow_matrices(c) if isinstance(c, DecoderShape) else ((), ())
     if not narrow:
         return []
-    line = f"model.precision = {c.precision}: products of {', '.join(narrow)} are in 8 bits"
+    head = ", and of losses with the output projection," if c.precision_head else ""
+    line = f"model.precision = {c.precision}: products of {', '.join(narrow)}{head} are in 8 bits"
     if rest:
         line += f"; {', '.join(rest)} stay in {c.compute_dtype}"
     reasons = {name: why for name, why in why_stay(c).items() if why is not None}

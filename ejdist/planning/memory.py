@@ -23,6 +23,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts, layers_of
+from ejdist.narrow_loss import bytes_at_work
 from ejdist.planning import orthogonal
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.share import share_of
@@ -168,7 +169,9 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
         whole = max(_gathered(c, [p for p in of.frozen if p.path.startswith("layers.")], None, b).values())
     gathered_head = b * head if split or b != table.itemsize else 0
     of_head = 4 * head if trains else 0  # the gradient of the output projection
-    rows = rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
+    logits = (4 + b) * vocabulary * rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
+    if c.precision_head and trains:
+        logits = bytes_at_work(share.tokens, c.model_dim, vocabulary, c.precision, b)
     # XLA for GPUs makes the zeros that a gradient of a gathered table is added to in one go with those of the head.
     early = of_head if platform == "gpu" and split and not c.tie_embeddings else 0
     # Where a layer's work is much larger than what waits of the head, XLA for GPUs reduces that first and gives its place to
@@ -189,7 +192,7 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
             "weights in the compute dtype": copies,
             "gathered weights": gathered_head,
             "gradients": of_head + sums + early,
-            "logits": (4 + b) * rows * vocabulary,
+            "logits": logits,
             "activations at work": 3 * x,
         },
         "the backward of a layer": {

@@ -48,6 +48,9 @@ TOGETHER = "keys of other devices, put together"
 EXCHANGE = "tokens to experts and back, exposed"
 NARROW = "making 8-bit operands"
 LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient written and read twice
+# With products in 8 bits: 16 bits written and read twice, its gradient the same, and two operands of it written and read; the
+# operand of the matrix's gradient is moved to where it waits.
+NARROW_LOGIT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -136,14 +139,19 @@ def step_time(
             attention += seen * share.imbalance(mask, documents, flops.of_text) * times
     head = 2 * c.vocab_size * c.model_dim
     head += c.mtp.modules * (head + 4 * c.model_dim**2)
-    matmuls, computed = matmuls + head, computed + head * (backward + (2 if share.features > 1 else 1))
+    times = backward + (2 if share.features > 1 else 1)
+    matmuls, computed, logit_bytes = matmuls + head, computed + head * times, LOGIT_BYTES
+    if narrow is not None and c.precision_head:
+        logit_bytes = NARROW_LOGIT_BYTES
+        computed -= 2 * (1 + c.mtp.modules) * c.vocab_size * c.model_dim * times * (1 - 1 / narrow.speed)
+        quantised += (1 + c.mtp.modules) * c.model_dim
     frozen, adapters = 0, 0
     if of.frozen:
         frozen, adapters = matmuls, 2 * sum(p.whole for p in of.parameters)
         computed += adapters * (3 + (not share.remat.products))
     each = bytes_of(c, share)
     work = sum(n * (each[part].work + each[part].moved) for part, n in counted_parts(c).items())
-    passes = PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features
+    passes = PASSES * work + logit_bytes * share.tokens * c.vocab_size // share.features
     if share.halved:  # the other half reads the matrices again, forward and backward, and adds gradients of its own
         passes += AGAIN * share.itemsize * sum(p.used for p in of.parameters if p.path.startswith("layers."))
     # Moments are read and written.

@@ -133,6 +133,11 @@ class Trained:
             return
         if model.hidden is None or model.projection is None:
             raise ValueError(f"loss = {sections.loss!r}: this model gives no hidden states; use loss={CROSS_ENTROPY}")
+        if getattr(sections.model, "precision_head", False):
+            raise ValueError(
+                f"model.precision_head = true and loss = {sections.loss!r}: a loss of your own multiplies by the output "
+                f"projection itself; use loss={CROSS_ENTROPY}, or leave model.precision_head out"
+            )
         self.sizes = registered.sizes_of(sections, self.entry)
         for name, reference in self.entry.value.references(self.sizes).items():
             if name in model.buffers:

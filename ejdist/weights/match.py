@@ -17,6 +17,7 @@ _TRAINING = {
     "compute_dtype",
     "precision",
     "precision_keep",
+    "precision_head",
     "remat",
     "scan_layers",
     "rope_exact_from",

@@ -8,21 +8,21 @@ EXPERTS = "tests/test_precision_experts.py"
 FAULTS = (
     Fault(
         "8 bits: the cotangent of a matrix's gradient has the scales of an activation",
-        "_operands_of",
+        "operands_of",
         '{"x": ($how.a, $how.a), "d": ($how.a, $how.b), "w": ($how.b, $how.b)}',
         '{"x": ($how.a, $how.a), "d": ($how.a, $how.a), "w": ($how.b, $how.b)}',
         f"{TESTS} -k own_sum",
     ),
     Fault(
         "8 bits: a matrix has the scales of an activation",
-        "_operands_of",
+        "operands_of",
         '{"x": ($how.a, $how.a), "d": ($how.a, $how.b), "w": ($how.b, $how.b)}',
         '{"x": ($how.a, $how.a), "d": ($how.a, $how.b), "w": ($how.a, $how.a)}',
         f"{TESTS} -k own_sum",
     ),
     Fault(
         "8 bits: cotangents have the dtype of activations",
-        "_operands_of",
+        "operands_of",
         'PRECISIONS[$precision].gradients if $role == "d" else _FINE',
         "_FINE",
         f"{TESTS} -k own_sum",
@@ -57,9 +57,9 @@ FAULTS = (
     ),
     Fault(
         "8 bits: a matrix that was gathered is turned, and its scales are not",
-        "precision:_of_matrix",
-        "_Operands($values, $blocks.scale, $values.T, $blocks.scale.T)",
-        "_Operands($values, $blocks.scale, $values.T, $blocks.scale.reshape($blocks.scale.shape[::-1]))",
+        "precision:of_matrix",
+        "Operands($values, $blocks.scale, $values.T, $blocks.scale.T)",
+        "Operands($values, $blocks.scale, $values.T, $blocks.scale.reshape($blocks.scale.shape[::-1]))",
         f"{TESTS} -k over_fsdp",
     ),
     Fault(
@@ -79,8 +79,8 @@ FAULTS = (
     Fault(
         "8 bits: the gate of an MLP learns from up",
         "precision:_mlp_backward",
-        "_Operands(*$eight[:4]), _Operands(*$eight[4:])",
-        "_Operands(*$eight[4:]), _Operands(*$eight[:4])",
+        "Operands(*$eight[:4]), Operands(*$eight[4:])",
+        "Operands(*$eight[4:]), Operands(*$eight[:4])",
         f"{TESTS} -k one_by_one",
     ),
     Fault(

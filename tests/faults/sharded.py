@@ -119,7 +119,7 @@ FAULTS = (
     ),
     Fault(
         "sharded: the logits of another vocabulary part are counted",
-        "vocabulary_parallel:_joined",
+        "of_this_part",
         "$targets - jax.lax.axis_index($vocabulary) * $size",
         "$targets % $size",
         "tests/test_sharded.py -k fused_cross_entropy-dp2_tp2",
