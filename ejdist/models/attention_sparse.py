@@ -16,6 +16,9 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
+from ejdist.order import Order
+from ejdist.sequence import sparse_blocks
+from ejdist.sequence.cost import chunks_of_documents
 from kernels.engines.attention.masks import MaskInfo, window_of
 
 BRANCHES = 3  # each with a gate: compressed, selected, sliding
@@ -114,7 +117,8 @@ class SparseAttention(Attention):
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         """Returns the sums over heads, as attention has them; the gather of keys and values, again for the backward unless they
-        are kept, and the sum of their gradients; and tokens that change places for another order."""
+        are kept, and the sum of their gradients, or what blocks cost (`sparse_blocks.cost`); and tokens that change places for
+        another order."""
         sent, shape, others = (
             share.sums_over_features(c.model_dim, 3 - share.remat.products),
             self._shape(c, share),
@@ -123,8 +127,14 @@ class SparseAttention(Attention):
         if share.order.carried or not others:  # with such an order the layer is refused when it runs
             return sent
         forwards, keys = 2 - share.remat.rest, shape.key + shape.value
-        sent.add(shape.axis, ALL_GATHER, forwards * keys * others, forwards * 2)
-        sent.add(shape.axis, REDUCE_SCATTER, keys * others, 2)
+        if share.scheme.blocks is None:
+            sent.add(shape.axis, ALL_GATHER, forwards * keys * others, forwards * 2)
+            sent.add(shape.axis, REDUCE_SCATTER, keys * others, 2)
+        else:
+            order = Order("contiguous", share.sequence)
+            most, every = chunks_of_documents(order, share.length, CAUSAL, share.documents)
+            sizes = share.length // share.sequence, c.sparse.block_size, c.sparse.window, share.scheme.blocks
+            sent.add_all(sparse_blocks.cost(replace(shape, forwards=forwards), *sizes, most / every))
         if not share.order.few_hops:
             gates = share.tokens * shape.heads * BRANCHES * share.itemsize
             moved = (forwards + 1) * (shape.query + keys + gates) + 2 * shape.out

@@ -1,5 +1,5 @@
-"""Native sparse attention whose sequence is split over a mesh axis: each rank gathers the keys and values of all, or their means
-and the blocks that its queries select.
+"""Native sparse attention whose sequence is split over a mesh axis: each rank gathers the keys and values of all, or it gathers
+their means and receives the blocks that its queries select.
 
 Which blocks a query selects is known only when it has looked at the means of all of them, so any rank may need any token. The
 gradients of what came are summed where they belong. What each costs: README of the operation.
@@ -57,6 +57,11 @@ class Exchange:
     def __post_init__(self) -> None:
         if self.name not in (GATHER, BLOCKS):
             raise ValueError(f"{_NAME}: argument 'exchange' = {self.name!r} is unknown; use {GATHER!r} or {BLOCKS!r}")
+        if not 0 < self.buffer < math.inf:
+            raise ValueError(
+                f"{_NAME}: argument 'buffer' = {self.buffer!r} of an Exchange must be a number above 0: the tokens of others "
+                "that a device has room for, over its own"
+            )
 
     def __call__(self, axes: dict[str, tuple[str, ...]], **arguments: Any) -> jax.Array:
         """Returns the output of this rank's queries."""
@@ -86,9 +91,7 @@ def _attended(
         _check_blocks(query, arguments, axes, q_start)
         if arguments.get("starts") is not None:
             arguments["starts"] = exchange.gather(arguments["starts"], axes["S"])
-        out = sparse_blocks.attended(
-            ranks_of, by.buffer, query=query, platform=platform, cfg=cfg, **arguments
-        )
+        out = sparse_blocks.attended(ranks_of, by.buffer, query=query, platform=platform, cfg=cfg, **arguments)
         return runs.home(out) if runs is not None and runs.count > 1 else out
     if axes["S"]:
         names = [n for n in _KEYS if arguments.get(n) is not None]
@@ -113,7 +116,10 @@ def _check(order: Any, query: jax.Array, key: jax.Array, axes: dict[str, tuple[s
 
 def _check_blocks(query: jax.Array, arguments: dict[str, Any], axes: dict[str, tuple[str, ...]], q_start: Any) -> None:
     """Raises ValueError for a call whose blocks are not exchanged."""
-    size, instead = arguments.get("block_size", op.parameters["block_size"].default), f"or use exchange={GATHER!r}"
+    size, instead = (
+        arguments.get("block_size", op.parameters["block_size"].default),
+        f"or use exchange={GATHER!r} (another sequence.scheme)",
+    )
     if axes["T"] != axes["S"] or query.shape[1] != arguments["key"].shape[1] or q_start is not None:
         raise ValueError(
             f"{_NAME}: argument 'exchange' = {BLOCKS!r} is for queries of all tokens, split like the keys, and this call has "

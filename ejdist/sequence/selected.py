@@ -1,11 +1,11 @@
-"""The selected branch of native sparse attention over keys of all ranks: each rank receives the blocks that its queries select, and
-no more; their gradients go back and are added.
+"""The selected branch of native sparse attention over keys of all ranks: each rank receives the blocks that its queries select,
+and no more; their gradients go back and are added.
 
-A block belongs to the rank that has its last token, and tokens before that rank's own are in front of them, so it has all of it.
-Only one document of a row goes on into a rank's tokens, so all blocks that the rank receives are of this one, and end before its
-first token: its queries see all of each. Which they are is known when they are selected. Shapes are static: a buffer has room for
-as many blocks of every rank and key head, and what a batch needs beyond it comes in a further pass. Every device of the mesh makes
-as many passes, or a transfer would wait forever.
+A block belongs to the rank that has its last token. In front of a rank's own tokens are those before them, so it has all of it.
+Only one document of a row goes on into a rank's tokens, so all blocks that the rank receives are of this one, and end before
+its first token: its queries see all of each. Which they are is known when they are selected. Shapes are static: a buffer has
+room for as many blocks of every rank and key head, and what a batch needs beyond it comes in a further pass. Every device of
+the mesh makes the same number of passes, or a transfer would wait forever.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.sequence import exchange
+from ejdist.sequence.attention import differentiated_once
 from ejdist.sequence.group_cast import Listed
 from kernels.engines.attention.softmax import backward_inputs, merge
+from kernels.framework.contract import Op
 from kernels.framework.dispatch import reverse_only, vary_alike
-from kernels.ops.native_sparse_attention import selected_op as op
+from kernels.ops.native_sparse_attention import op, selected_op
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Static:
     platform: str | None
     cfg: Any
 
+    @property
+    def op(self) -> Op:
+        """What errors name."""
+        return op
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Plan:
       passes: how many there are, at least one, the same on every device.
       leaving: this rank's blocks that others need, of each row and key head, [B * K, ranks, blocks].
       rows: [B, blocks, block_size], where the tokens of each block that ends on this rank are among its keys.
-      own: [B, T, K, n], the blocks of this rank's keys that queries select; starts: [B, front + T], where documents start there.
+      own: [B, T, K, n], the blocks of this rank's keys that queries select. starts: [B, block_size + T], documents there.
       turn, slot: [B, T, K, n], the pass in which a block comes, -1 for none, and its place in the buffer.
     """
 
@@ -130,7 +137,7 @@ class _Call:
         return arrays | {"q_start": jnp.int32(keys.shape[1])}
 
     def _leaving(self, turn: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns (int32 [B, K, slots, block_size], bool [B, K, slots]): the tokens that leave in a pass, and whether there are
+        """Returns (int32 [B, K, slots, block_size], bool [B, K, slots]): which tokens leave in a pass, and whether there are
         any."""
         B, K = self.together.shape[:2]
         _, listed, there = (x.reshape(B, K, -1) for x in self.plan.leaving.slots(self.static.room, turn))
@@ -145,7 +152,7 @@ class _Call:
         return self._moved(sent).reshape(*sent.shape[:2], -1, sent.shape[-1])
 
     def _moved(self, x: jax.Array) -> jax.Array:
-        """Returns what every rank has for this one, [B * K, ranks, tokens of room blocks, ...], of what this one has for each."""
+        """Returns what every rank has for this one, [B * K, ranks, tokens of a pass, ...], of what this one has for each."""
         x = x.reshape(-1, exchange.size(self.static.axis), self.static.room * self.static.block_size, x.shape[-1])
         return exchange.all_to_all(x, self.static.axis, split=1, join=1)
 
@@ -186,11 +193,11 @@ def _forward(static: Static, arrays: tuple[jax.Array, ...], plan: Plan) -> tuple
     call = _Call(static, plan, *arrays)
 
     def own() -> tuple[jax.Array, jax.Array]:
-        out, lse = op(**call.of_own, **call.options)
+        out, lse = selected_op(**call.of_own, **call.options)
         return out.astype(jnp.float32), lse
 
     def visit(came: jax.Array, turn: Any, state: Any) -> tuple[jax.Array, jax.Array]:
-        return merge(*state, *op(**call.of_pass(came, turn), **call.options))
+        return merge(*state, *selected_op(**call.of_pass(came, turn), **call.options))
 
     out, lse = call.over_passes(own, visit)
     return out.astype(call.query.dtype), lse
@@ -201,18 +208,22 @@ def _selected(static: Static, arrays: tuple[jax.Array, ...], plan: Plan) -> jax.
     return _forward(static, arrays, plan)[0]
 
 
+_forward_of_a_gradient = differentiated_once(_forward)
+
+
 def _selected_fwd(static, arrays, plan):
-    out, lse = _forward(static, arrays, plan)
+    out, lse = _forward_of_a_gradient(static, arrays, plan)
     return out, (arrays, plan, out, lse)
 
 
-def _selected_bwd(static, residuals, d_out):
-    arrays, plan, out, lse = residuals
+@differentiated_once
+def _backward(
+    static: Static, arrays: tuple[jax.Array, ...], plan: Plan, saved: dict[str, jax.Array]
+) -> tuple[jax.Array, ...]:
     call = _Call(static, plan, *arrays)
-    saved = backward_inputs({"out": out, "lse": lse}, {"d_out": d_out})
 
     def pulled(arguments: dict[str, Any]) -> dict[str, jax.Array]:
-        d = op.backward(saved, **arguments, **call.options)
+        d = selected_op.backward(saved, **arguments, **call.options)
         return {n: d[n].astype(jnp.float32) for n in ("query", "key", "value")}
 
     def own() -> tuple[jax.Array, jax.Array]:
@@ -226,7 +237,14 @@ def _selected_bwd(static, residuals, d_out):
     d_query, sums = call.over_passes(own, visit)
     sums, wide = sums.swapaxes(1, 2), call.key.shape[-1]
     grads = d_query, sums[..., :wide], sums[..., wide:]
-    return tuple(d.astype(x.dtype) for d, x in zip(grads, arrays, strict=True)), None
+    return tuple(d.astype(x.dtype) for d, x in zip(grads, arrays, strict=True))
+
+
+def _selected_bwd(static, residuals, d_out):
+    arrays, plan, out, lse = residuals
+    # Behind a barrier, or a compiler keeps what came in the first pass of the forward until now.
+    arrays, d_out = jax.lax.optimization_barrier((arrays, d_out))
+    return _backward(static, arrays, plan, backward_inputs({"out": out, "lse": lse}, {"d_out": d_out})), None
 
 
 _selected.defvjp(_selected_fwd, _selected_bwd)
@@ -240,4 +258,3 @@ def selected(static: Static, query: jax.Array, key: jax.Array, value: jax.Array,
     """
     arrays = reverse_only("native_sparse_attention", (query, key, value))
     return _selected(static, arrays, vary_alike(plan, query))
-

@@ -1,14 +1,17 @@
-"""Native sparse attention over ranks by its blocks: each rank makes the means of the blocks that end on it, all gather the means,
-and a rank receives the tokens of the blocks that its queries select, and those of their windows."""
+"""Native sparse attention over ranks by its blocks: each rank makes the means of the blocks that end on it, all ranks gather
+the means, and each receives the tokens of the blocks that its queries select, and those of their windows."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Traffic
 from ejdist.sequence import exchange
+from ejdist.sequence.cost import AttentionShape
 from ejdist.sequence.group_cast import capacity
 from ejdist.sequence.selected import Static, plan_of, selected
 from kernels import flash_attention
@@ -37,15 +40,18 @@ def attended(
     platform: str | None = None,
     cfg: Any = None,
 ) -> jax.Array:
-    """Returns the output of this rank's queries. Arguments are the contract's, of this rank's tokens in contiguous order; `starts`
-    are those of all ranks, [B, S]."""
+    """Returns the output of this rank's queries. Arguments are the contract's, of this rank's tokens in contiguous order, but
+    `starts`, [B, S], are those of all ranks."""
     (B, T), ranks = query.shape[:2], exchange.size(axis)
     if starts is None:
         starts = jnp.zeros((B, ranks * T), jnp.int32)
     first, blocks, scale = exchange.rank(axis) * T, T // block_size, {"softmax_scale": softmax_scale}
     start = jax.lax.dynamic_slice_in_dim(starts, first, T, 1)
-    key, value = (zeroed(x, start) for x in (key, value))  # padding is in no block, and 0 times NaN is NaN
-    front = min(max(block_size, window - 1), (ranks - 1) * T)
+    # 0 times NaN is NaN, here and in gradients.
+    query, key, value, g_cmp, g_slc, g_swa = (
+        None if x is None else zeroed(x, start) for x in (query, key, value, g_cmp, g_slc, g_swa)
+    )
+    front = front_of(block_size, window, T, ranks)
     key, value = (jnp.concatenate([before(x, front, axis), x], 1) for x in (key, value))
     near = [x[:, front - block_size :] for x in (key, value)]
     rows, ends, of_slot = block_rows(starts, block_size)
@@ -78,6 +84,32 @@ def attended(
         keys = [x[:, front - seen :] for x in (key, value)]
         out += _gated(g_swa, flash_attention(query, *keys, mask_info=mask, platform=platform, **scale))
     return jnp.where((start >= 0)[..., None, None], out, 0).astype(query.dtype)
+
+
+def front_of(block_size: int, window: int, own: int, ranks: int) -> int:
+    """Returns how many tokens before a rank's own it is sent: those of a window, and of a block that ends on it."""
+    return min(max(block_size, window - 1), (ranks - 1) * own)
+
+
+def cost(shape: AttentionShape, own: int, block_size: int, window: int, buffer: float, share: float = 1.0) -> Traffic:
+    """Returns what a rank sends for a layer, forward and backward, besides the integers that say what is needed.
+
+    Args:
+      own: a rank's tokens of a row. share: of another rank's blocks, the most that a rank needs.
+    """
+    sent, keys, ranks = Traffic(), shape.travelling, shape.ranks
+    blocks = own // block_size
+    room, others = capacity(buffer, ranks, blocks), ranks - 1
+    front, times = front_of(block_size, window, own, ranks), shape.forwards + 1
+    sent.add(shape.axis, PERMUTE, times * keys * front / own, times * 2 * -(-front // own))
+    of_means = 4 * keys / shape.itemsize / block_size * others  # in float32
+    sent.add(shape.axis, ALL_GATHER, shape.forwards * of_means, shape.forwards * 2)
+    sent.add(shape.axis, REDUCE_SCATTER, of_means, 2)
+    # Blocks again for the backward, and their gradients the other way, in the dtype of the keys.
+    passes = max(1, -(-math.ceil(share * blocks) // room))
+    turns = (times + 1) * passes
+    sent.add(shape.axis, ALL_TO_ALL, turns * keys * room / blocks * others, turns)
+    return sent
 
 
 def _gated(gate: jax.Array | None, out: jax.Array) -> jax.Array:

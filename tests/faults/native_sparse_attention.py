@@ -51,7 +51,7 @@ FAULTS = (
     ),
     Fault(
         "a rank's queries are the first's",
-        "native_sparse:_gathered",
+        "native_sparse:_attended",
         "jax.lax.axis_index($ranks_of) * $own",
         "jax.lax.axis_index($ranks_of) * 0",
         OF_SELECTED + " -k on_a_mesh",

@@ -5,4 +5,13 @@ from kernels.ops.native_sparse_attention.contract import NativeSparseConfig, op,
 from kernels.ops.native_sparse_attention.functions import native_sparse_attention
 from kernels.ops.native_sparse_attention.parts import choice_op, selected_op
 
-__all__ = ["NativeSparseConfig", "block_rows", "choice_op", "means", "native_sparse_attention", "op", "ranked", "selected_op"]
+__all__ = [
+    "NativeSparseConfig",
+    "block_rows",
+    "choice_op",
+    "means",
+    "native_sparse_attention",
+    "op",
+    "ranked",
+    "selected_op",
+]

@@ -1,5 +1,5 @@
-"""The contracts of two parts of native sparse attention, for keys that lie on several devices: which blocks are selected, by means
-that came from all of them, and the selected branch over some of the keys, whose results merge by their log-sum-exps."""
+"""The contracts of two parts of native sparse attention, for keys that lie on several devices: which blocks are chosen, by
+means that came from all of them; and the selected branch over some of the keys, whose results merge by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def native_sparse_choice(
 ) -> Int[Array, "B T K _"]:
     """Returns the blocks that `native_sparse_attention` chooses, best first, -1 for none.
 
-    `means` are float32, of the keys of complete blocks, each in its slot (`blocks.py`); `starts` are those of all keys. Query t is
-    at index q_start + t of them. There is no gradient.
+    `means` are float32, of the keys of complete blocks, each in its slot (`blocks.py`); `starts` are those of all keys. Query t
+    is at index q_start + t of them. There is no gradient.
     """
     (B, T, N, H), (K, slots) = query.shape, means.shape[1:3]
     q = query.astype(jnp.float32).reshape(B, T, K, N // K, H)
@@ -46,9 +46,7 @@ def native_sparse_choice(
     importance = jnp.pad(jnp.mean(weights, axis=3), ((0, 0), (0, 0), (0, 0), (0, 1)))
     before = ((start + block_size - 1) // block_size)[..., None]
     own_block = jnp.where(start >= 0, (index[:, None] - start) // block_size, -1)[..., None]
-    best, slot = jax.lax.top_k(
-        ranked(importance, jnp.arange(slots + 1) - before, own_block), min(num_blocks, slots)
-    )
+    best, slot = jax.lax.top_k(ranked(importance, jnp.arange(slots + 1) - before, own_block), min(num_blocks, slots))
     return jnp.where(best >= 0, slot - before, -1).astype(jnp.int32)
 
 

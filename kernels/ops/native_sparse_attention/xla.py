@@ -356,9 +356,7 @@ def _logits(q: jax.Array, read: _Read, static: _Static) -> jax.Array:
 
 
 def selected_forward(query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg):
-    static, keys, chunks = _selected(
-        query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg
-    )
+    static, keys, chunks = _selected(query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg)
 
     def step(_, x):
         read, _, _ = _read(x, keys, static)
