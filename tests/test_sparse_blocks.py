@@ -38,12 +38,13 @@ ARRAYS |= {name: normal(B, T, N) for name in GATES}
 IDS = np.stack([np.repeat([0, -1, 1, 2], [7, 2, 17, 6]), np.repeat([0, 1], [3, 29])]).astype(np.int32)
 # Blocks that are named twice, that are none, and past the query.
 GIVEN = RNG.integers(-1, 8, (B, T, K, 3)).astype(np.int32)
+COUNTS = RNG.integers(0, 4, (B, T, K)).astype(np.int32)
 CALLS = {
     "chosen": (ARRAYS, {"segment_ids": IDS}, {"block_size": 2, "block_counts": 4, "sliding_window": 11}),
     "given": (ARRAYS, {"block_indices": GIVEN}, {"block_size": 4, "sliding_window": 3}),
     "given in documents": (
         {n: ARRAYS[n] for n in ("query", "key", "value")},
-        {"block_indices": GIVEN, "segment_ids": IDS},
+        {"block_indices": GIVEN, "segment_ids": IDS, "block_counts": COUNTS},
         {"block_size": 2, "softmax_scale": 0.6},
     ),
     "one document": ({n: ARRAYS[n] for n in ARRAYS if n != "g_swa"}, {}, {"block_size": 4, "block_counts": 5}),

@@ -295,6 +295,9 @@ def test_what_is_sent_is_what_is_declared(remat, order, scheme):
     x = jax.ShapeDtypeStruct((rows, 32, c.model_dim), jnp.float32, sharding=sharding(mesh, "BT_", ACTIVATIONS))
     text = jax.jit(of).lower(x, drawn(PART, c)).compile().as_text()
     assert sent_in(text) == pytest.approx(PART.traffic(c, share_of(remat, order, scheme)).bytes, rel=0.02)
+    assert (("sp", PERMUTE) in sent_in(text)) == isinstance(scheme, GroupCast), (
+        "which sends what is before a rank's tokens"
+    )
 
 
 def sent_in(text):

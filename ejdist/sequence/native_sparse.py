@@ -87,12 +87,25 @@ def _attended(
         query = runs.exchanged(query)
         moved = {n: x for n, x in arguments.items() if isinstance(x, jax.Array) and n != "starts"}
         arguments |= {n: runs.exchanged(x) for n, x in moved.items()}
-    if by.name == BLOCKS and ranks_of:
-        _check_blocks(query, arguments, axes, q_start)
-        if arguments.get("starts") is not None:
-            arguments["starts"] = exchange.gather(arguments["starts"], axes["S"])
-        out = sparse_blocks.attended(ranks_of, by.buffer, query=query, platform=platform, cfg=cfg, **arguments)
-        return runs.home(out) if runs is not None and runs.count > 1 else out
+    how = {"q_start": q_start, "platform": platform, "cfg": cfg}
+    over = _over_blocks if by.name == BLOCKS and ranks_of else _over_all
+    out = over(axes, by, query=query, **how, **arguments)
+    return runs.home(out) if runs is not None and runs.count > 1 else out
+
+
+def _over_blocks(axes: dict[str, tuple[str, ...]], by: Exchange, *, q_start: Any, **arguments: Any) -> jax.Array:
+    """Returns the output of this rank's queries over means, and blocks that are received."""
+    _check_blocks(arguments, axes, q_start)
+    if arguments.get("starts") is not None:
+        arguments["starts"] = exchange.gather(arguments["starts"], axes["S"])
+    return sparse_blocks.attended(axes["T"], by.buffer, **arguments)
+
+
+def _over_all(
+    axes: dict[str, tuple[str, ...]], by: Exchange, *, query: jax.Array, q_start: Any, **arguments: Any
+) -> jax.Array:
+    """Returns the output of this rank's queries over the keys and values of all ranks."""
+    ranks_of = axes["T"]
     if axes["S"]:
         names = [n for n in _KEYS if arguments.get(n) is not None]
         arguments |= exchange.gather({n: arguments[n] for n in names}, axes["S"])
@@ -100,8 +113,7 @@ def _attended(
         local_length, length = query.shape[1], query.shape[1] * jax.lax.axis_size(ranks_of)
         first = jnp.int32(arguments["key"].shape[1] - length) if q_start is None else q_start
         q_start = first + jax.lax.axis_index(ranks_of) * local_length
-    out = op(query=query, q_start=q_start, platform=platform, cfg=cfg, **arguments)
-    return runs.home(out) if runs is not None and runs.count > 1 else out
+    return op(query=query, q_start=q_start, **arguments)
 
 
 def _check(order: Any, query: jax.Array, key: jax.Array, axes: dict[str, tuple[str, ...]]) -> None:
@@ -114,8 +126,9 @@ def _check(order: Any, query: jax.Array, key: jax.Array, axes: dict[str, tuple[s
         )
 
 
-def _check_blocks(query: jax.Array, arguments: dict[str, Any], axes: dict[str, tuple[str, ...]], q_start: Any) -> None:
+def _check_blocks(arguments: dict[str, Any], axes: dict[str, tuple[str, ...]], q_start: Any) -> None:
     """Raises ValueError for a call whose blocks are not exchanged."""
+    query = arguments["query"]
     size, instead = (
         arguments.get("block_size", op.parameters["block_size"].default),
         f"or use exchange={GATHER!r} (another sequence.scheme)",

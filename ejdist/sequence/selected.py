@@ -168,7 +168,8 @@ class _Call:
         def add(sums: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return sums.at[row, head, one[0]].add(one[1].astype(sums.dtype), mode="drop"), None
 
-        return jax.lax.scan(add, sums, [jnp.moveaxis(x, 2, 0) for x in by_rank])[0]
+        where, new = (jnp.moveaxis(x, 2, 0) for x in by_rank)
+        return jax.lax.scan(add, sums, (where, new))[0]
 
     def over_passes(self, own: Any, visit: Any) -> Any:
         """Returns the state after `own()` and then `state = visit(came, turn, state)` at every pass; the next one comes beside

@@ -48,21 +48,20 @@ def attended(
     first, blocks, scale = exchange.rank(axis) * T, T // block_size, {"softmax_scale": softmax_scale}
     start = jax.lax.dynamic_slice_in_dim(starts, first, T, 1)
     # 0 times NaN is NaN, here and in gradients.
-    query, key, value, g_cmp, g_slc, g_swa = (
-        None if x is None else zeroed(x, start) for x in (query, key, value, g_cmp, g_slc, g_swa)
-    )
+    query, key, value = (zeroed(x, start) for x in (query, key, value))
+    g_cmp, g_slc, g_swa = (None if x is None else zeroed(x, start) for x in (g_cmp, g_slc, g_swa))
     front = front_of(block_size, window, T, ranks)
     key, value = (jnp.concatenate([before(x, front, axis), x], 1) for x in (key, value))
-    near = [x[:, front - block_size :] for x in (key, value)]
+    near_key, near_value = (x[:, front - block_size :] for x in (key, value))
     rows, ends, of_slot = block_rows(starts, block_size)
     rows = jax.lax.dynamic_slice_in_dim(rows, exchange.rank(axis) * blocks, blocks, 1) - (first - block_size)
-    rows = jnp.clip(rows, 0, near[0].shape[1] - 1)
+    rows = jnp.clip(rows, 0, near_key.shape[1] - 1)
     index = jnp.broadcast_to(first + jnp.arange(T, dtype=jnp.int32), (B, T))
 
     def every_mean(x: jax.Array) -> jax.Array:
         return exchange.gather(means(x, rows), axis, dim=2)
 
-    of_keys = every_mean(near[0]) if g_cmp is not None or block_indices is None else None
+    of_keys = every_mean(near_key)  # without a use for them a compiler leaves them out
     if block_indices is None:
         arrays = [jax.lax.stop_gradient(x) for x in (query, of_keys)]
         sizes = {"block_size": block_size, "num_blocks": num_blocks}
@@ -71,9 +70,10 @@ def attended(
         within = jnp.arange(block_indices.shape[-1]) < block_counts[..., None]
         block_indices = jnp.where(within, block_indices, -1)
     static = Static(axis, block_size, capacity(buffer, ranks, blocks), softmax_scale, platform, cfg)
-    out = _gated(g_slc, selected(static, query, *near, plan_of(static, block_indices, starts, rows)))
+    plan = plan_of(static, block_indices, starts, rows)
+    out = _gated(g_slc, selected(static, query, near_key, near_value, plan))
     if g_cmp is not None:
-        keys = [x.swapaxes(1, 2).astype(query.dtype) for x in (of_keys, every_mean(near[1]))]
+        keys = [x.swapaxes(1, 2).astype(query.dtype) for x in (of_keys, every_mean(near_value))]
         mask = MaskInfo(start, of_slot, index, ends, causal=True)  # a block is where its last token is
         out += _gated(g_cmp, flash_attention(query, *keys, mask_info=mask, platform=platform, **scale))
     if window > 0:
