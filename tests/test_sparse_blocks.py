@@ -190,6 +190,15 @@ def test_what_is_sent_is_what_is_declared(buffer):
     assert sent["collective-permute", False] * 4 == declared["sp", PERMUTE] == 2 * (WINDOW - 1) * 2 * 14 * 4
 
 
+def test_what_the_readme_says_that_a_rank_sends():
+    shape = attention_shape((("sp", 8),), {"B": 1, "T": 8192, "N": 32, "K": 2, "H": 128, "Hv": 128}, 2, 7)
+    for share, wanted, passes in ((10 / 128, 17.6, 1), (1.0, 175, 13)):
+        made = sparse_blocks.cost(shape, 8192, 64, 512, 0.5, share)
+        assert sum(made.bytes.values()) / 2**20 == pytest.approx(wanted, abs=0.2)
+        assert made.calls["sp", ALL_TO_ALL] == 3 * passes
+    assert 2 * 7 * shape.travelling == 112 * 2**20 and capacity(0.5, 8, 128) == 10
+
+
 def test_what_a_layer_declares_follows_documents():
     """Of short documents few blocks of other ranks are needed."""
     shape = attention_shape((("sp", 8),), {"B": 1, "T": 1024, "N": 4, "K": 2, "H": 8, "Hv": 8}, 2, 7)

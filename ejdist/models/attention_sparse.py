@@ -24,6 +24,8 @@ from kernels.engines.attention.masks import MaskInfo, window_of
 BRANCHES = 3  # each with a gate: compressed, selected, sliding
 # Numbers in float32 that XLA gathers for the queries of a chunk, and arrays as large of a backward: what it read, the gradient.
 GATHERED, ARRAYS = 2**26, 2
+# Arrays of the size of a buffer of blocks at the height of a backward: what is sent and came, of two passes, and gradients.
+RECEIVED = 8
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class SparseAttention(Attention):
         return replace(dense, token=dense.token + gates, mask=selected, beside=beside, of_text=True)
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32. On TPUs, what XLA
+        """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32; or those of a rank
+        and before it, and a buffer of blocks. On TPUs, what XLA
         gathers for a chunk of queries; on GPUs what kernels keep, which is the result and the lse of each branch and the chosen
         blocks; gradients of queries in float32, of both branches that flash attention computes and their sum; and a branch's
         cotangent and gradient."""
@@ -98,6 +101,8 @@ class SparseAttention(Attention):
         alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
         gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
         whole = share.sequence * (shape.key + shape.value)
+        if share.sequence > 1 and share.scheme.blocks is not None:
+            whole = int((2 + RECEIVED * share.scheme.blocks) * (shape.key + shape.value))
         tokens, blocks = min(m.num_blocks * m.block_size, share.length), share.length // m.block_size
         of_keys, of_queries = shape.kv_heads * 2 * c.head_dim * tokens, shape.heads * (tokens + blocks + m.window)
         chunk = 4 * ARRAYS * min(GATHERED, share.tokens * (of_keys + of_queries))

@@ -30,10 +30,10 @@ FAULTS = (
         NUMBERS,
     ),
     Fault(
-        "a block that ends before the rank's tokens is not received",
+        "a document that goes on has a block less before the rank's tokens",
         "selected:plan_of",
-        "$received = ($indices >= 0) & ($indices < $before)",
-        "$received = ($indices >= 0) & ($indices < $before - 1)",
+        "jnp.where($goes_on, ($first - $start) // $size, 0)",
+        "jnp.where($goes_on, ($first - $start) // $size - 1, 0)",
         NUMBERS,
     ),
     Fault(
