@@ -101,8 +101,10 @@ class SparseAttention(Attention):
         alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
         gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
         whole = share.sequence * (shape.key + shape.value)
+        sums = 0
         if share.sequence > 1 and share.scheme.blocks is not None:
             whole = int((2 + RECEIVED * share.scheme.blocks) * (shape.key + shape.value))
+            sums = 2 * (4 * shape.query // share.itemsize)  # of the passes and of one of them
         tokens, blocks = min(m.num_blocks * m.block_size, share.length), share.length // m.block_size
         of_keys, of_queries = shape.kv_heads * 2 * c.head_dim * tokens, shape.heads * (tokens + blocks + m.window)
         chunk = 4 * ARRAYS * min(GATHERED, share.tokens * (of_keys + of_queries))
@@ -114,7 +116,7 @@ class SparseAttention(Attention):
             saved=0,
             products=alone.products + gates,
             rest=alone.rest + gates + (whole if share.sequence > 1 else 0),
-            work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize,
+            work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize + sums,
             tpu_work=alone.tpu_work + chunk,
             gpu_rest=alone.gpu_rest + kept,
             gpu_work=alone.gpu_work + kept + 3 * (4 * shape.query // share.itemsize) + shape.out + shape.query,
