@@ -24,7 +24,7 @@ from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, stat
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.blocksparse import blocksparse_attention
 from ejdist.sequence.latents import travels
-from ejdist.sequence.native_sparse import native_sparse_attention
+from ejdist.sequence.native_sparse import BLOCKS, Exchange, native_sparse_attention
 from ejdist.sequence.schemes import scheme_of
 from ejdist.sharded import ShardedFunction, sharded
 from kernels import Unsupported
@@ -116,8 +116,10 @@ def bind_ops(
     functions["flash_mla"] = functools.partial(
         latent_attention.over_ranks(by_scheme).with_stored_weights, **latent, **where
     )
+    name = native_sparse_attention.__name__
+    if by_scheme.blocks is not None:
+        functions[name] = functools.partial(functions[name], exchange=Exchange(BLOCKS, by_scheme.blocks))
     if deterministic_attention:
-        name = native_sparse_attention.__name__
         functions[name] = functools.partial(_in_fixed_order, functions[name], mesh, platform)
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)

@@ -246,6 +246,7 @@ ONLY = {
         "kernels/engines/scan/pallas_channel.py",  # inside of a kernel: the inverse of a chunk is not differentiated
         "kernels/engines/scan/pallas_steps.py",  # inside of a kernel: products in their dtype both ways, rows that are moved
         "ejdist/sequence/attention.py",
+        "ejdist/sequence/selected.py",
         "kernels/framework/execute.py",
     },
     r"[\"'](dp|fsdp|ep|sp|tp)[\"']": {"ejdist/mesh.py"},

@@ -17,7 +17,7 @@ from test_generation import Known, finish, prompts
 
 import ejdist
 from ejdist import Unsupported, make_mesh, operations
-from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from ejdist.experts.schemes import LOCAL
 from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
@@ -28,7 +28,7 @@ from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
 from ejdist.operations import bind_ops
 from ejdist.order import Order
-from ejdist.sequence import Ring
+from ejdist.sequence import GroupCast, Ring
 from ejdist.training.attended import Attended
 from ejdist.training.flops import step_flops
 from ejdist.training.loop import train
@@ -259,25 +259,29 @@ def test_flops_are_of_what_is_read():
     assert PART.flops(c).token == 2 * c.model_dim * (c.head_dim * 12 + 3 * c.num_heads)
 
 
-def share_of(remat, order):
-    made = {"scheme": Ring(), "dispatch": dispatch_named(LOCAL)}
+def share_of(remat, order, scheme):
+    made = {"scheme": scheme, "dispatch": dispatch_named(LOCAL)}
     return Share(8, itemsize=4, length=8 * order.shards, remat=REMAT[remat], order=order, **made)
 
 
 @pytest.mark.parametrize(
-    ("remat", "order"),
+    ("remat", "order", "scheme"),
     [
-        ("attention", "contiguous"),
-        *(pytest.param(*of, marks=pytest.mark.slow) for of in (("full", "striped"), ("none", "zigzag"))),
+        ("attention", "contiguous", Ring()),
+        ("attention", "contiguous", GroupCast(4.0)),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in (("full", "striped", Ring()), ("none", "zigzag", Ring()), ("full", "zigzag", GroupCast(4.0)))
+        ),
     ],
 )  # fmt: skip
-def test_what_is_sent_is_what_is_declared(remat, order):
-    """Bytes of a layer's program, forward and backward, by collective."""
+def test_what_is_sent_is_what_is_declared(remat, order, scheme):
+    """Bytes of a layer's program, forward and backward, by collective. The buffer has room for all blocks at once."""
     c, order, rows = config(remat=remat), Order(order, 4), 1
     mesh = make_mesh(sp=4, devices=jax.devices()[:4])
     ids = np.zeros((rows, 32), np.int32)
     batch = {"segment_ids": ids, "positions": np.arange(32, dtype=np.int32)[None]}
-    at = parts.LayerContext(c, bind_ops(mesh, order=order), batch, 0, jnp.int32(0), 0, 0, {})
+    at = parts.LayerContext(c, bind_ops(mesh, order=order, scheme=scheme), batch, 0, jnp.int32(0), 0, 0, {})
     policy = REMAT[remat].policy(PART.saves, PART.offloads, "input")
 
     def apply(x, params):
@@ -290,15 +294,20 @@ def test_what_is_sent_is_what_is_declared(remat, order):
 
     x = jax.ShapeDtypeStruct((rows, 32, c.model_dim), jnp.float32, sharding=sharding(mesh, "BT_", ACTIVATIONS))
     text = jax.jit(of).lower(x, drawn(PART, c)).compile().as_text()
-    assert sent_in(text) == pytest.approx(PART.traffic(c, share_of(remat, order)).bytes, rel=0.02)
+    assert sent_in(text) == pytest.approx(PART.traffic(c, share_of(remat, order, scheme)).bytes, rel=0.02)
+    assert (("sp", PERMUTE) in sent_in(text)) == isinstance(scheme, GroupCast), (
+        "which sends what is before a rank's tokens"
+    )
 
 
 def sent_in(text):
     """Returns (axis, collective) -> bytes that a device sends, of arrays of several numbers a token, in a program over four."""
-    sent = {}
+    sent, bodies, further = {}, set(re.findall(r"body=%?([\w.\-]+)", text)), False
     for line in text.splitlines():
+        if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*{$", line):
+            further = start[1] in bodies  # passes after the first, of which there are none here
         found = re.search(r"= (.*) (all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line)
-        if found is None:
+        if found is None or further:
             continue
         for shape in re.findall(r"f32\[([\d,]+)\]", found[1]):
             size = 4 * int(np.prod([int(n) for n in shape.split(",")]))
@@ -307,6 +316,8 @@ def sent_in(text):
             if found[2] == "collective-permute":  # of each rank on the average; not what it keeps
                 pairs = re.findall(r"{(\d),(\d)}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
                 part = sum(a != b for a, b in pairs) / 4
+                # Tokens that are needed before a rank's own go as far from all ranks; those that change places do not.
+                kind = PERMUTE if len({(int(b) - int(a)) % 4 for a, b in pairs}) == 1 else kind
             sent["sp", kind] = sent.get(("sp", kind), 0) + part * size
     return sent
 

@@ -16,11 +16,16 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
+from ejdist.order import Order
+from ejdist.sequence import sparse_blocks
+from ejdist.sequence.cost import chunks_of_documents
 from kernels.engines.attention.masks import MaskInfo, window_of
 
 BRANCHES = 3  # each with a gate: compressed, selected, sliding
 # Numbers in float32 that XLA gathers for the queries of a chunk, and arrays as large of a backward: what it read, the gradient.
 GATHERED, ARRAYS = 2**26, 2
+# Arrays of the size of a buffer of blocks at the height of a backward: what is sent and came, of two passes, and gradients.
+RECEIVED = 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class SparseAttention(Attention):
         return replace(dense, token=dense.token + gates, mask=selected, beside=beside, of_text=True)
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32. On TPUs, what XLA
+        """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32; or those of a rank
+        and before it, and a buffer of blocks. On TPUs, what XLA
         gathers for a chunk of queries; on GPUs what kernels keep, which is the result and the lse of each branch and the chosen
         blocks; gradients of queries in float32, of both branches that flash attention computes and their sum; and a branch's
         cotangent and gradient."""
@@ -95,6 +101,10 @@ class SparseAttention(Attention):
         alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
         gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
         whole = share.sequence * (shape.key + shape.value)
+        sums = 0
+        if share.sequence > 1 and share.scheme.blocks is not None:
+            whole = int((2 + RECEIVED * share.scheme.blocks) * (shape.key + shape.value))
+            sums = 2 * (4 * shape.query // share.itemsize)  # of the passes and of one of them
         tokens, blocks = min(m.num_blocks * m.block_size, share.length), share.length // m.block_size
         of_keys, of_queries = shape.kv_heads * 2 * c.head_dim * tokens, shape.heads * (tokens + blocks + m.window)
         chunk = 4 * ARRAYS * min(GATHERED, share.tokens * (of_keys + of_queries))
@@ -106,7 +116,7 @@ class SparseAttention(Attention):
             saved=0,
             products=alone.products + gates,
             rest=alone.rest + gates + (whole if share.sequence > 1 else 0),
-            work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize,
+            work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize + sums,
             tpu_work=alone.tpu_work + chunk,
             gpu_rest=alone.gpu_rest + kept,
             gpu_work=alone.gpu_work + kept + 3 * (4 * shape.query // share.itemsize) + shape.out + shape.query,
@@ -114,7 +124,8 @@ class SparseAttention(Attention):
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         """Returns the sums over heads, as attention has them; the gather of keys and values, again for the backward unless they
-        are kept, and the sum of their gradients; and tokens that change places for another order."""
+        are kept, and the sum of their gradients, or what blocks cost (`sparse_blocks.cost`); and tokens that change places for
+        another order."""
         sent, shape, others = (
             share.sums_over_features(c.model_dim, 3 - share.remat.products),
             self._shape(c, share),
@@ -123,8 +134,14 @@ class SparseAttention(Attention):
         if share.order.carried or not others:  # with such an order the layer is refused when it runs
             return sent
         forwards, keys = 2 - share.remat.rest, shape.key + shape.value
-        sent.add(shape.axis, ALL_GATHER, forwards * keys * others, forwards * 2)
-        sent.add(shape.axis, REDUCE_SCATTER, keys * others, 2)
+        if share.scheme.blocks is None:
+            sent.add(shape.axis, ALL_GATHER, forwards * keys * others, forwards * 2)
+            sent.add(shape.axis, REDUCE_SCATTER, keys * others, 2)
+        else:
+            order = Order("contiguous", share.sequence)
+            most, every = chunks_of_documents(order, share.length, CAUSAL, share.documents)
+            sizes = share.length // share.sequence, c.sparse.block_size, c.sparse.window, share.scheme.blocks
+            sent.add_all(sparse_blocks.cost(replace(shape, forwards=forwards), *sizes, most / every))
         if not share.order.few_hops:
             gates = share.tokens * shape.heads * BRANCHES * share.itemsize
             moved = (forwards + 1) * (shape.query + keys + gates) + 2 * shape.out

@@ -51,7 +51,7 @@ def _name(op: Op) -> str:
     return "ring_attention" if op is flash else op.name
 
 
-def _differentiated_once(function: Callable) -> Callable:
+def differentiated_once(function: Callable) -> Callable:
     """Returns the function, whose own differentiation is refused by name: as part of a gradient it was one already."""
     once = jax.custom_jvp(function, nondiff_argnums=(0,))
 
@@ -93,7 +93,7 @@ def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax
     return out.astype(arrays["query"].dtype), lse
 
 
-@_differentiated_once
+@differentiated_once
 def _backward(static: Static, saved: Arrays, arrays: Arrays, seen: Seen) -> Arrays:
     local, sinks = local_of(static, arrays, seen), arrays.get("softmax_aux")
     total = static.scheme.backward(local, {n: x for n, x in saved.items() if n != "out" or local.reads_out})
@@ -110,7 +110,7 @@ def _ring(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Ar
     return _forward(static, arrays, seen)
 
 
-_forward_of_a_gradient = _differentiated_once(_forward)
+_forward_of_a_gradient = differentiated_once(_forward)
 
 
 def _ring_fwd(static, arrays, seen):

@@ -343,6 +343,10 @@ class GroupCast(Scheme):
                 "over its own"
             )
 
+    @property
+    def blocks(self) -> float | None:  # pyrefly: ignore[bad-override]
+        return self.buffer
+
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         return attended(local, self.buffer)
 

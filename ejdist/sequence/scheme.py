@@ -27,6 +27,8 @@ class Scheme:
     latents: when it sends the latents of latent attention instead of keys and values, see `latents.py`. A scheme can if it
       reads no argument of the operation by name; it then declares `expansions`.
     reads_batch: whether the batch says how often it sends; on GPUs the host then reads that number.
+    blocks: the buffer with which native sparse attention sends the blocks that are selected, see `sparse_blocks.py`; None: it
+      gathers all keys.
     timed: whether it has been timed on devices. Plans and `sequence.scheme=auto` never choose one that has not; name it.
     hides: whether its transfers run beside attention. The planner refuses a scheme that does not declare `hides`, `cost` and
       `memory`.
@@ -37,6 +39,7 @@ class Scheme:
     reads_batch: ClassVar[bool] = False
     timed: ClassVar[bool] = True
     latents: ClassVar[str] = NEVER
+    blocks: ClassVar[float | None] = None
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse), float32, over all keys."""

@@ -45,6 +45,10 @@ class ByWindow(Scheme):
     def reads_batch(self) -> bool:  # pyrefly: ignore[bad-override]
         return self.full.reads_batch
 
+    @property
+    def blocks(self) -> float | None:  # pyrefly: ignore[bad-override]
+        return self.full.blocks
+
     def brought(self, ranks: int, chunks: tuple[int, int]) -> tuple[int, float] | None:
         return self.full.brought(ranks, chunks)
 

@@ -9,14 +9,14 @@ OF_GRID = "tests/test_ops.py -k native_sparse_attention-best_blocks-float32-trit
 FAULTS = (
     Fault(
         "the mean of a block before its end",
-        "native_sparse_attention/xla:_read",
+        "native_sparse_attention/xla:_sees_means",
         "$keys.ends[:, None] <= $at[:, None]",
         "$keys.ends[:, None] <= $at[:, None] + 1",
         OF_SELECTED + " -k against_a_loop",
     ),
     Fault(
         "the means of another document",
-        "native_sparse_attention/xla:_read",
+        "native_sparse_attention/xla:_sees_means",
         "$keys.of_slot[:, None] == $start[..., None]",
         "$keys.of_slot[:, None] >= 0",
         OF_SELECTED + " -k packed",
@@ -51,7 +51,7 @@ FAULTS = (
     ),
     Fault(
         "a rank's queries are the first's",
-        "native_sparse:_gathered",
+        "native_sparse:_over_all",
         "jax.lax.axis_index($ranks_of) * $own",
         "jax.lax.axis_index($ranks_of) * 0",
         OF_SELECTED + " -k on_a_mesh",

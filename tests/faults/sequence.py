@@ -190,7 +190,7 @@ FAULTS = (
     ),
     Fault(
         "a second derivative goes through",
-        "_differentiated_once",
+        "differentiated_once",
         "$once = jax.custom_jvp($function, nondiff_argnums=(0,))",
         "return $function\n$once: Any = None",
         f"{SEQUENCE} -k second_derivative",

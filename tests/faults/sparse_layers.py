@@ -73,14 +73,14 @@ FAULTS = (
     ),
     Fault(
         "tokens of sparse attention are not exchanged",
-        "native_sparse:_gathered",
+        "native_sparse:_attended",
         "$query = $runs.exchanged($query)",
         "$query = $query",
         EXCHANGED,
     ),
     Fault(
         "the result of sparse attention stays in the order of the text",
-        "native_sparse:_gathered",
+        "native_sparse:_attended",
         "$runs.home($out)",
         "$out",
         EXCHANGED,

@@ -87,19 +87,19 @@ def native_sparse_attention(
 
     def attend(k, v, visible):
         """Returns (out [B, T, N, Hv], weights [B, T, K, G, S]); visible is [B, T, K | 1, S]."""
-        logits = _dot("btkgh,bskh->btkgs", q, k) * scale
+        logits = dot("btkgh,bskh->btkgs", q, k) * scale
         visible = jnp.broadcast_to(visible[:, :, :, None], logits.shape)
         largest = jnp.max(jnp.where(visible, logits, -jnp.inf), axis=-1, keepdims=True)
         largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
         weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits, largest) - largest), 0)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         weights = weights / jnp.where(total > 0, total, 1)
-        return _dot("btkgs,bskv->btkgv", weights, v).reshape(B, T, N, -1), weights
+        return dot("btkgs,bskv->btkgv", weights, v).reshape(B, T, N, -1), weights
 
     # A block is stored at its last token; the mean at other tokens is never used.
     last = (starts >= 0) & ((j - starts) % block_size == block_size - 1)
     mean = ((j <= j[:, None]) & (j > j[:, None] - block_size)).astype(compute_dtype) / block_size
-    mean_keys, mean_values = (_dot("st,btkh->bskh", mean, x) for x in (keys, values))
+    mean_keys, mean_values = (dot("st,btkh->bskh", mean, x) for x in (keys, values))
     compressed, weights = attend(mean_keys, mean_values, (seen & last[:, None])[:, :, None])
     if block_indices is None:
         block_indices = jax.lax.stop_gradient(_chosen(weights, block, i, of_query, block_size, num_blocks))
@@ -125,7 +125,7 @@ def _chosen(weights, block, i, of_query, block_size, num_blocks):
     count = -(-block.shape[-1] // block_size)
     c = jnp.arange(count)
     of_block = (block[..., None] == c).astype(weights.dtype)  # [B, T, S, blocks]
-    importance = _dot("btks,btsc->btkc", jnp.mean(weights, axis=3), of_block)
+    importance = dot("btks,btsc->btkc", jnp.mean(weights, axis=3), of_block)
     own_block = ((i[:, None] - of_query) // block_size)[:, :, None]  # [B, T, 1, 1]
     score = ranked(importance, c, jnp.where(of_query[..., None] >= 0, own_block, -1))
     best, indices = jax.lax.top_k(score, min(num_blocks, count))
@@ -158,7 +158,8 @@ def check_sizes(N: int, K: int, T: int, S: int, block_size: int, num_blocks: int
             raise ValueError(f"{what} {name!r} must be at least {least}, got {value}")
 
 
-def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the einsum of float32 numbers in true float32."""
     return jnp.einsum(subscripts, a, b, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -20,6 +20,7 @@ from kernels.ops.flash_attention import flash_attention
 from kernels.ops.native_sparse_attention import triton_choice, triton_lists, triton_selected
 from kernels.ops.native_sparse_attention.blocks import block_rows, means, spread
 from kernels.ops.native_sparse_attention.contract import NativeSparseConfig, check_sizes, op, work
+from kernels.ops.native_sparse_attention.parts import choice_op, selected_op, selected_work
 from kernels.ops.native_sparse_attention.triton_sizes import Sizes, power, sizes_of
 
 # The widest heads of the kernels, those of flash attention among them.
@@ -246,27 +247,75 @@ def _candidates(call: Call) -> list[NativeSparseConfig]:
     ]
 
 
+def _too_wide(call: Call) -> str | None:
+    for name in ("H", "Hv"):
+        if call.dims.get(name, 0) > WIDEST:
+            return f"{name} = {call.dims[name]} exceeds the maximum of {WIDEST}"
+    return None
+
+
 def _rejects(call: Call) -> str | None:
     if 0 in call.query.shape or 0 in call.key.shape:
         return "query or key has no elements"
-    for name in ("H", "Hv"):
-        if call.dims[name] > WIDEST:
-            return f"{name} = {call.dims[name]} exceeds the maximum of {WIDEST}"
+    if too_wide := _too_wide(call):
+        return too_wide
     B, T, K, S = (call.dims[n] for n in "BTKS")
-    named = _named(call.block_indices, call.num_blocks, call.block_size, S)
+    named = call.num_blocks if call.block_indices is None else 0
+    named = _named(call.block_indices, named, call.block_size, S)
     sizes = sizes_of(call.query, call.key, call.value, named, call.block_size, 1.0, ROWS[2])
     pairs = B * T * K * named * triton_lists.overlapped(sizes, call.starts is None)
     return None if pairs < 2**31 else f"{pairs:,} pairs of queries and blocks are more than int32 counts"
 
 
+# The choice and the selected branch by themselves, for keys that lie on several devices.
+
+
+def choice(query, means, starts, q_start, block_size, num_blocks, softmax_scale):
+    K, H = means.shape[1], means.shape[3]
+    keys = jax.ShapeDtypeStruct((query.shape[0], starts.shape[1], K, H), query.dtype)
+    named = _named(None, num_blocks, block_size, starts.shape[1])
+    sizes = sizes_of(query, keys, keys, named, block_size, softmax_scale, ROWS[query.dtype.itemsize])
+    return triton_choice.chosen_blocks(query, means, starts, q_start, sizes)
+
+
+def _selected(query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg):
+    """Returns (lists, place of the first query, sizes, work of both directions)."""
+    sizes = sizes_of(query, key, value, block_indices.shape[-1], block_size, softmax_scale, cfg.block_rows)
+    first = jnp.asarray(key.shape[1] - query.shape[1] if q_start is None else q_start, jnp.int32)
+    call = selected_op.bind(query, key, value, block_indices, block_size=block_size)
+    return triton_lists.lists_of(block_indices, None, starts, first, sizes), first, sizes, selected_work(call)
+
+
+def selected_forward(query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg):
+    lists, first, sizes, costs = _selected(
+        query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg
+    )
+    return triton_selected.forward(query, key, value, lists, first, sizes, cfg, costs[0])
+
+
+def selected_backward(
+    saved: Saved, query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg
+):  # fmt: skip
+    lists, first, sizes, costs = _selected(
+        query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg
+    )
+    aligned = starts is None
+    arrays = saved.d_out, saved.lse, saved.delta, query, key, value, lists
+    pairs = triton_lists.pairs_of(lists.first, sizes, aligned)
+    d = triton_selected.backward(*arrays, pairs, first, sizes, cfg, costs[1], aligned)
+    return dict(zip(("query", "key", "value"), d, strict=True))
+
+
+_WHERE: dict[str, Any] = {"platforms": {"cuda"}, "dtypes": {"float32", "bfloat16", "float16"}}
+_TUNED: dict[str, Any] = {"heuristic": _heuristic, "candidates": _candidates}
 op.register(
     forward,
     backward,
     forward_with_residuals=forward_with_residuals,
-    platforms={"cuda"},
-    dtypes={"float32", "bfloat16", "float16"},
     rejects=_rejects,
-    heuristic=_heuristic,
-    candidates=_candidates,
     keeps=keeps,
+    **_TUNED,
+    **_WHERE,
 )
+choice_op.register(choice, rejects=_too_wide, **_WHERE)
+selected_op.register(selected_forward, selected_backward, rejects=_rejects, **_TUNED, **_WHERE)

@@ -18,6 +18,7 @@ from kernels.framework.binding import Call
 from kernels.framework.execute import Saved
 from kernels.ops.native_sparse_attention.blocks import block_rows, means, spread
 from kernels.ops.native_sparse_attention.contract import NativeSparseConfig, check_sizes, op, ranked
+from kernels.ops.native_sparse_attention.parts import choice_op, selected_op
 
 
 def _heuristic(call: Call, platform: str) -> NativeSparseConfig:
@@ -26,7 +27,8 @@ def _heuristic(call: Call, platform: str) -> NativeSparseConfig:
     rows, N, K, S = (n if isinstance(n, int) else 1 for n in (call.dims[d] for d in ("B", "N", "K", "S")))
     named = call.num_blocks if call.block_indices is None else call.block_indices.shape[-1]
     tokens = min(named * call.block_size, S)
-    seen = tokens + S // max(call.block_size, 1) + call.window
+    others = 0 if call.op_name == selected_op.name else S // max(call.block_size, 1) + call.window
+    seen = tokens + others
     each = max(1, rows * (K * tokens * (call.dims["H"] + call.dims["Hv"]) + N * seen))
     return NativeSparseConfig(max(8, min(elements // each, 1024)))
 
@@ -156,13 +158,18 @@ def _blocks_of(x: dict[str, Any], keys: _Keys, sees_means: jax.Array, static: _S
     return indices.astype(jnp.int32)
 
 
+def _sees_means(x: dict[str, Any], keys: _Keys) -> jax.Array:
+    """Returns which means the queries of a chunk see, [B, 1, 1, chunk, slots]."""
+    position, start = x["position"], x["start"]  # [chunk], [B, chunk]
+    sees = (keys.of_slot[:, None] == start[..., None]) & (keys.ends[:, None] <= position[:, None])
+    return (sees & (start >= 0)[..., None])[:, None, None]
+
+
 def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.Array, jax.Array]:
     """Returns (inputs of a chunk, the rows of the first tokens of its blocks [B, K, chunk x blocks], that of its
     window)."""
     size, front = static.block_size, _front(static)
-    position, start = x["position"], x["start"]  # [chunk], [B, chunk]
-    sees_means = (keys.of_slot[:, None] == start[..., None]) & (keys.ends[:, None] <= position[:, None])
-    sees_means = (sees_means & (start >= 0)[..., None])[:, None, None]
+    position, start, sees_means = x["position"], x["start"], _sees_means(x, keys)
     blocks = _blocks_of(x, keys, sees_means, static)
     begin = start[:, None, :, None]
     # Compares blocks, not tokens: the first token of a block far past the end would overflow.
@@ -314,12 +321,87 @@ def _add_slice(total: jax.Array, row: jax.Array, part: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, row, 2)
 
 
-op.register(
-    forward,
-    backward,
-    platforms={"cpu", "cuda", "rocm", "tpu"},
-    dtypes={"float32", "bfloat16", "float16"},
-    symbolic={"B"},
-    heuristic=_heuristic,
-    candidates=_candidates,
-)
+# The choice and the selected branch by themselves, for keys that lie on several devices.
+
+
+def choice(query, means, starts, q_start, block_size, num_blocks, softmax_scale):
+    (B, T, N, H), (K, slots) = query.shape, means.shape[1:3]
+    scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
+    chunk = max(1, min(T, 2**22 // (B * N * slots)))
+    static = _Static(block_size, num_blocks, 0, scale, chunk, starts.shape[1])
+    _, ends, of_slot = block_rows(starts, block_size)
+    keys = _Keys((means, means), (means, means), starts, ends, of_slot)
+
+    def step(_, x):
+        return None, _blocks_of(x, keys, _sees_means(x, keys), static).swapaxes(1, 2)
+
+    _, blocks = jax.lax.scan(step, None, _chunks(static, starts, q_start, query=query.reshape(B, T, K, N // K, H)))
+    return _joined(blocks, T)
+
+
+def _selected(query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg, **arrays):
+    """Returns (static, keys, chunks of queries)."""
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
+    static = _Static(block_size, 1, 0, scale, min(cfg.chunk, T), S)
+    starts = jnp.zeros((B, S), jnp.int32) if starts is None else starts.astype(jnp.int32)
+    arrays |= {"query": query.reshape(B, T, K, N // K, H), "block_indices": block_indices}
+    return static, _keys(key, value, starts, static), _chunks(static, starts, q_start, **arrays)
+
+
+def _logits(q: jax.Array, read: _Read, static: _Static) -> jax.Array:
+    """Returns the logits of a chunk, float32 [B, K, G, chunk, blocks, block_size], -inf where a query does not see a key."""
+    logits = _dot("bckgh,bkcnsh->bkgcns", q, read.selected[0]) * static.scale
+    return jnp.where(read.sees_selected, logits, -jnp.inf)
+
+
+def selected_forward(query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg):
+    static, keys, chunks = _selected(query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg)
+
+    def step(_, x):
+        read, _, _ = _read(x, keys, static)
+        logits, values = _logits(x["query"], read, static), read.selected[1]
+        lse = jax.nn.logsumexp(logits, axis=(-2, -1))
+        p = jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0)[..., None, None])
+        out = _dot("bkgcns,bkcnsv->bckgv", p.astype(values.dtype), values)
+        return None, (out.astype(query.dtype), lse.transpose(0, 3, 1, 2))
+
+    _, (out, lse) = jax.lax.scan(step, None, chunks)
+    T = query.shape[1]
+    return _joined(out, T).reshape(*query.shape[:3], -1), _joined(lse, T).reshape(query.shape[:3])
+
+
+def selected_backward(
+    saved: Saved, query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg
+):  # fmt: skip
+    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
+    rows = {"lse": saved.lse, "delta": saved.delta, "d_out": saved.d_out}
+    rows = {n: x.reshape(B, T, K, N // K, *x.shape[3:]) for n, x in rows.items()}
+    static, keys, chunks = _selected(
+        query, key, value, block_indices, starts, q_start, block_size, softmax_scale, cfg, **rows
+    )
+
+    def step(sums, x):
+        read, first, _ = _read(x, keys, static)
+        (of_keys, values), q, d_out = read.selected, x["query"], x["d_out"].astype(jnp.float32)
+        lse, delta = (x[n].transpose(0, 2, 3, 1)[..., None, None] for n in ("lse", "delta"))
+        p = jnp.exp(_logits(q, read, static) - jnp.where(jnp.isfinite(lse), lse, 0))
+        ds = p * (_dot("bckgv,bkcnsv->bkgcns", d_out, values) - delta) * static.scale
+        parts = _dot("bkgcns,bckgh->bkcnsh", ds, q), _dot("bkgcns,bckgv->bkcnsv", p, d_out)
+        sums = [_add_blocks(total, first, part) for total, part in zip(sums, parts, strict=True)]
+        return sums, _dot("bkgcns,bkcnsh->bckgh", ds, of_keys)
+
+    sums, d_query = jax.lax.scan(step, [jnp.zeros(x.shape, jnp.float32) for x in keys.tokens], chunks)
+    of_keys, of_values = (x[:, :, :S].swapaxes(1, 2) for x in sums)
+    gradients = {"query": _joined(d_query, T).reshape(query.shape), "key": of_keys, "value": of_values}
+    return {n: x.astype(query.dtype) for n, x in gradients.items()}
+
+
+_WHERE: dict[str, Any] = {
+    "platforms": {"cpu", "cuda", "rocm", "tpu"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "symbolic": {"B"},
+}
+op.register(forward, backward, heuristic=_heuristic, candidates=_candidates, **_WHERE)
+choice_op.register(choice, platforms=_WHERE["platforms"], dtypes=_WHERE["dtypes"])
+selected_op.register(selected_forward, selected_backward, heuristic=_heuristic, candidates=_candidates, **_WHERE)
