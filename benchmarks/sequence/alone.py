@@ -79,6 +79,9 @@ class Work(Scheme):
     sums: bool = False
     copies: bool = True
 
+    def takes_sinks(self, local: Local) -> bool:
+        return self.scheme.takes_sinks(local)
+
     def counts_hops(self, local: Local) -> bool:
         return self.scheme.counts_hops(local)
 
