@@ -80,6 +80,15 @@ def test_what_is_reported_is_at_least_the_largest_logit_and_at_most_log_keys_mor
     assert (bound < largest + np.log(20) - 0.1).all()  # of documents of 20 tokens, no row has keys that are all alike
 
 
+def test_padding_has_no_logits():
+    def attention(q, *_, q_segment_ids, return_lse, **__):
+        return q, jnp.broadcast_to(jnp.where(q_segment_ids < 0, 1e6, 2.0)[..., None], q.shape[:3])
+
+    ops = bind_ops(None, largest_logits=True).replace(attention=attention)
+    metrics = PLAIN.build().loss(params_of(PLAIN), batch_of(), ops)[1]
+    np.testing.assert_array_equal(metrics["attention/largest_logits"].value, np.full((2, 4), 2.0))
+
+
 @pytest.mark.parametrize("config", [PLAIN, LATENT], ids=["plain", "latent"])
 def test_logits_of_heads_that_passed_are_scaled_to_the_limit_and_no_others(config):
     params = params_of(config)
