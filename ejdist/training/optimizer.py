@@ -152,7 +152,7 @@ def clip_for(sections: Any) -> Callable[[Any, Any], Any] | None:
             f"optimizer.qk_clip = {tau} goes with Muon, and optimizer.name = {sections.optimizer.name!r}: give optimizer=muon, "
             "or optimizer.qk_clip=null"
         )
-    check_clip(tau, sections.model)
+    check_clip(tau, sections.model, sections.data.sequence_length)
     return partial(clipped, sections.model, tau)
 
 

@@ -7,11 +7,13 @@ key head, S is the largest of theirs, and all of them become smaller with it.
 
 S is not the largest logit but the largest log-sum-exp of logits, which every backend returns: at most log(keys) more, and
 little more where one logit is large. So no logit of the step stays past tau, and a head may be scaled whose largest is less
-than log(keys) below it. The largest itself would take a maximum in every kernel, and on every rank of a sequence.
+than log(keys) below it: tau is at least twice that. The largest itself would take a maximum in every kernel, and on every
+rank of a sequence.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +25,9 @@ from ejdist.models.part import LARGEST_LOGITS
 from ejdist.models.stack import parts_of
 
 
-def check_clip(tau: float, c: Any) -> None:
-    """Raises ValueError for a model whose logits `optimizer.qk_clip` does not bound, naming the key and the remedy."""
+def check_clip(tau: float, c: Any, keys: int) -> None:
+    """Raises ValueError for a model whose logits `optimizer.qk_clip` does not bound, of rows of at most so many keys, naming
+    the key and the remedy."""
     start, parts = f"optimizer.qk_clip = {tau}", parts_of(c) if isinstance(c, DecoderShape) else {}
     if not any(part.logit_scales(c) for part in parts.values()):
         raise ValueError(f"{start}: no layer of model.layer_pattern has logits that it could bound; give null")
@@ -36,6 +39,11 @@ def check_clip(tau: float, c: Any) -> None:
     for key, why in bounded.items():
         if getattr(c, key):
             raise ValueError(f"{start} and model.{key} = {getattr(c, key)}: {why}; leave one of them out")
+    if 0 < tau < (least := 2 * math.log(keys)):  # its section refuses 0 and less
+        raise ValueError(
+            f"{start}: the log-sum-exp that bounds a head's logits is {math.log(keys):.1f} where {keys} keys have logits of 0; "
+            f"give at least twice that, {math.ceil(10 * least) / 10}, or small heads would vanish"
+        )
     if silent := [name for name, part in parts.items() if part.logit_scales(c) is None]:
         raise ValueError(f"{start}: layers with {silent[0]} do not report their logits; give null")
     if c.mtp.modules:

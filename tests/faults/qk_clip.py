@@ -61,4 +61,11 @@ FAULTS = (
         "()",
         f"{TESTS} -k refused",
     ),
+    Fault(
+        "qk_clip: a limit that small heads vanish under is taken",
+        "qk_clip:check_clip",
+        "2 * math.log($keys)",
+        "0.0",
+        f"{TESTS} -k refused",
+    ),
 )
