@@ -88,6 +88,7 @@ def bind_ops(
     platform: str | None = None,
     deterministic_attention: bool = False,
     experts: Mapping[str, Any] | None = None,
+    largest_logits: bool = False,
     on_choice: Callable[[str], None] | None = None,
     told: Callable[[str], None] | None = None,
 ) -> Ops:
@@ -101,6 +102,7 @@ def bind_ops(
       deterministic_attention: bitwise reproducible attention, see `flash_attention`.
       experts: how experts are sharded and tokens dispatched: axes, dispatch, buffer, chunks, capacity, exchange and max_ranks,
         as for `moe`; and overlap, "none" or "halves", see `ejdist.experts.halves`.
+      largest_logits: layers that attend report what no logit of a head exceeds.
       on_choice: called with a line for each choice, with its reason, when the program is traced.
       told: deprecated name of `on_choice`.
     """
@@ -122,6 +124,7 @@ def bind_ops(
     if deterministic_attention:
         functions[name] = functools.partial(_in_fixed_order, functions[name], mesh, platform)
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
+    functions["tells_logits"] = lambda: largest_logits
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
     functions |= {f.__name__: functools.partial(f, **where) for f in (project, project_all)}
     functions |= vocabulary_parallel.of_projection(functions, **where)

@@ -53,6 +53,7 @@ _MEANT = {
     "optimizer.muon.steps": "ns_steps newton_schulz_steps muon_num_ns_steps",
     "optimizer.muon.rms": "consistent_rms muon_extra_scale_factor muon_matched_adamw_rms matched_adamw_rms",
     "optimizer.muon.nesterov": "muon_use_nesterov use_nesterov",
+    "optimizer.qk_clip": "qk_clip qkclip qk_clip_threshold muonclip muon_clip tau clip_qk",
     "optimizer.clip_norm": (
         "max_norm max_grad_norm grad_clip clip_grad gradient_clipping gradient_clip_val grad_norm_clip "
         "gradient_clipping_threshold clip"
@@ -254,11 +255,6 @@ _TOLD = (
         "model.precision=fp8_block computes the products of layers in 8 bits, and model.precision_head=true that of the output "
         "projection too",
         "fp8 enable_fp8 float8 fp8_recipe fp8_lm_head",
-    ),
-    (
-        "QK-clip needs the largest logit of each head, which no kernel of attention reports; model.qk_norm=true or "
-        "model.attention_soft_cap=50 bounds logits",
-        "qk_clip qkclip qk_clip_threshold muonclip muon_clip tau clip_qk",
     ),
     (
         "every step is compiled",

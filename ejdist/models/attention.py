@@ -9,14 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejdist.costs import Traffic
 from ejdist.frozen import Frozen
 from ejdist.models.config import DecoderShape
 from ejdist.models.kept import Kept
-from ejdist.models.model import CAUSAL, Flops, Metrics
+from ejdist.models.model import CAUSAL, Flops, Metric, Metrics
 from ejdist.models.parameters import Param
-from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
+from ejdist.models.part import LARGEST_LOGITS, LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
 from ejdist.precision import BF16, Narrow
@@ -33,6 +34,19 @@ def _turning(ctx: LayerContext, **options: Any) -> Callable[..., Any]:
     c, how = ctx.config, {"positions": ctx.batch["positions"], **options}
     how |= {"base": float(c.rope_base), "scaling": c.scaling(), "exact_from": c.rope_exact_from}
     return functools.partial(ctx.ops.rotary_embedding, **how)
+
+
+def _told(part: Part, lse: jax.Array, ctx: LayerContext) -> Metrics:
+    """Returns the largest log-sum-exp of logits, [B, T, N], of each head: no logit is larger."""
+    real = (ctx.batch["segment_ids"] >= 0)[..., None]
+    most = jnp.max(jnp.where(real, jax.lax.stop_gradient(lse), -jnp.inf), axis=(0, 1))
+    return {f"{part.name}/{LARGEST_LOGITS}": Metric(most, "max", each=True)}
+
+
+def _of_layers(part: Part, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Returns the largest of each layer's heads, if they are told."""
+    told = numbers.get(f"{part.name}/{LARGEST_LOGITS}")
+    return {} if told is None else {f"{part.name}/largest_logit": jnp.max(told, axis=1)}
 
 
 def _memory(
@@ -128,21 +142,22 @@ class Attention(Part):
             turned = _turning(ctx, rotary_dim=c.rotary_dim)
             # With one key head, every device holds it whole, however the query heads are sharded.
             q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
-        out = self.attended(h, q, k, v, p, ctx)
+        out, metrics = self.attended(h, q, k, v, p, ctx)
         if c.attention_gate:
             out = out * jax.nn.sigmoid(ops.project(h, p["query_gate"], "btd,dnh->btnh"))
-        return x + ops.project(out, p["output"], "btnh,nhd->btd", bias=p.get("output_bias")), {}
+        return x + ops.project(out, p["output"], "btnh,nhd->btd", bias=p.get("output_bias")), metrics
 
     def attended(
         self, h: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, p: dict[str, jax.Array], ctx: LayerContext
-    ) -> jax.Array:
-        """Returns the attention of the queries, [B, T, N, H].
+    ) -> tuple[jax.Array, Metrics]:
+        """Returns (the attention of the queries, [B, T, N, H]; metrics).
 
         Args:
           h: the layer's input after its norm. p: the parameters, without the prefix of their names.
         """
         c, ops, ids = ctx.config, ctx.ops, ctx.batch["segment_ids"]
-        return ops.attention(
+        attend = functools.partial(
+            ops.attention,
             q,
             k,
             v,
@@ -154,6 +169,17 @@ class Attention(Part):
             q_segment_ids=ids,
             kv_segment_ids=ids,
         )
+        if not ops.tells_logits():
+            return attend(), {}
+        out, lse = attend(return_lse=True)
+        return out, _told(self, lse, ctx)
+
+    def logit_scales(self, c: DecoderShape) -> dict[str, Any] | None:
+        names = ("query", "key") + (("query_bias", "key_bias") if c.attention_bias else ())
+        return {f"{self.prefix}{name}": 0.5 for name in names}
+
+    def report(self, c: DecoderShape, numbers: dict[str, Any]) -> dict[str, Any]:
+        return _of_layers(self, numbers)
 
     def window(self, c: DecoderShape) -> int | None:
         """Returns how many keys a query sees; None for all before it."""
@@ -247,6 +273,8 @@ class LatentAttention(Part):
 
         q, q_rope, shared = q[..., : m.nope_dim], turned(q[..., m.nope_dim :]), turned(shared[:, :, None])
         options = {"causal": True, "logits_soft_cap": c.attention_soft_cap, **scaled(c)}
+        told = ops.tells_logits()
+        options |= {"return_lse": True} if told else {}
         up = [p[name] for name in EXPANDING]
         adapted = any(isinstance(w, Frozen) and w.a is not None for w in up)  # `project` alone adds an adapter
         if ops.sends_latents(x.dtype.itemsize, adapted, **self.sizes(c)):
@@ -259,7 +287,16 @@ class LatentAttention(Part):
             k = ops.constrain(jnp.concatenate([k, shared], -1), "B T N H")
             ids = dict.fromkeys(("q_segment_ids", "kv_segment_ids"), batch["segment_ids"])
             out = ops.attention(jnp.concatenate([q, q_rope], -1), k, v, **ids, **options)
-        return x + ops.project(out, p["latent_output"], "btnh,nhd->btd"), {}
+        out, metrics = (out[0], _told(self, out[1], ctx)) if told else (out, {})
+        return x + ops.project(out, p["latent_output"], "btnh,nhd->btd"), metrics
+
+    def logit_scales(self, c: DecoderShape) -> dict[str, Any] | None:
+        # The key of what has positions is one for all heads.
+        query = np.repeat([0.5, 1.0], [c.latent.nope_dim, c.latent.rope_dim])
+        return {"latent_query": query, "key_up": 0.5}
+
+    def report(self, c: DecoderShape, numbers: dict[str, Any]) -> dict[str, Any]:
+        return _of_layers(self, numbers)
 
     @staticmethod
     def sizes(c: DecoderShape) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -11,7 +12,7 @@ from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Traffic
 from ejdist.models.attention import Attention, scaled
 from ejdist.models.config import DecoderShape
 from ejdist.models.kept import Kept
-from ejdist.models.model import CAUSAL, Flops
+from ejdist.models.model import CAUSAL, Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext
 from ejdist.models.remat import PartBytes
@@ -61,7 +62,7 @@ class SparseAttention(Attention):
 
     def attended(
         self, h: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, p: dict[str, jax.Array], ctx: LayerContext
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Metrics]:
         m, ops = ctx.config.sparse, ctx.ops
         gates = jax.nn.sigmoid(ops.project(h, p["gates"], "btd,dnh->btnh"))
         out = ops.native_sparse_attention(
@@ -75,7 +76,10 @@ class SparseAttention(Attention):
             segment_ids=ctx.batch["segment_ids"],
             **scaled(ctx.config),
         )
-        return checkpoint_name(out, "sparse_attention.out")
+        return checkpoint_name(out, "sparse_attention.out"), {}
+
+    def logit_scales(self, c: DecoderShape) -> dict[str, Any] | None:
+        return None
 
     def keeps(self, c: DecoderShape) -> dict[str, Kept]:
         return {name: replace(kept, block=c.sparse.block_size) for name, kept in super().keeps(c).items()}

@@ -108,6 +108,13 @@ class Part:
         declared = {n: d for n, d in self.declare(ctx.config).items() if n.endswith("_norm")}
         return {n: added(ctx.ops.gather(params[n], d.dims), d) for n, d in declared.items()}
 
+    def logit_scales(self, c: DecoderShape) -> dict[str, Any] | None:
+        """Returns the parameters that a head's logits are products of -> the power of a factor of its logits that scales
+        them, a number or one for each of the head's; nothing without such logits. `apply` then returns the metric
+        "NAME/largest_logits", where `ctx.ops.tells_logits()`: of each head what no logit exceeds. None: it has logits, and
+        does not."""
+        return {}
+
     def update(self, c: DecoderShape, buffers: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
         """Returns the buffers of one layer after a step, from its "update" metrics, summed over the microbatches."""
         return buffers
@@ -161,6 +168,9 @@ class Costs:
     def recomputed(self, remat: Remat) -> float:
         """Returns `Part.recomputed`. Raises `Undeclared`."""
         return declared(self.part, "recomputed", ("apply",), "the share of its matmuls that run again")(remat)
+
+
+LARGEST_LOGITS = "largest_logits"
 
 
 def norm_weight(c: DecoderShape, width: int) -> Param:

@@ -17,6 +17,7 @@ from ejdist.models.parameters import Param
 from ejdist.registered import OPTIMIZER, Entry, entry_of, names_of, sizes_of
 from ejdist.sections import operational
 from ejdist.training.muon import Matrices, MuonSection, all_matrices, matrices_of, scale_by_muon
+from ejdist.training.qk_clip import check_clip, clipped
 from ejdist.training.rounding import random_bits, rounded, seed_of
 
 ADAMW, MUON = "adamw", "muon"
@@ -45,6 +46,8 @@ class OptimizerSection:
     offload: str = operational("none")
     accumulate: str = "float32"  # dtype of the sum of gradients over microbatches; bfloat16 is rounded stochastically
     muon: MuonSection = field(default_factory=MuonSection)
+    # After a step of Muon, queries and keys of heads with logits past this become smaller (QK-clip); null for none.
+    qk_clip: float | None = None
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
@@ -72,6 +75,8 @@ class OptimizerSection:
             raise ValueError(f"optimizer.learning_rate must be positive, got {_shown(self.learning_rate)}")
         if self.warmup_steps < 0:
             raise ValueError(f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}")
+        if self.qk_clip is not None and not 0 < _in_float32(self.qk_clip) < math.inf:
+            raise ValueError(f"optimizer.qk_clip must be positive, or null for none, got {_shown(self.qk_clip)}")
         bounds = {"b1": (0, 1), "b2": (0, 1), "eps": (0, math.inf), "weight_decay": (0, 10), "clip_norm": (0, math.inf)}
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
@@ -134,6 +139,21 @@ def _scaling(s: OptimizerSection, matrices: Any = None) -> optax.GradientTransfo
 def matrices_for(s: OptimizerSection, declared: Any, placed: Any) -> Any:
     """Returns what Muon needs to know of a model, None for another optimizer; see `ejdist.training.muon.all_matrices`."""
     return all_matrices(declared, s.muon, placed) if s.name == MUON else None
+
+
+def clip_for(sections: Any) -> Callable[[Any, Any], Any] | None:
+    """Returns what QK-clip makes of the parameters after a step, see `ejdist.training.qk_clip.clipped`; None without it. Raises
+    ValueError for a recipe in which it has no meaning, naming the key."""
+    tau = sections.optimizer.qk_clip
+    if tau is None:
+        return None
+    if sections.optimizer.name != MUON:
+        raise ValueError(
+            f"optimizer.qk_clip = {tau} goes with Muon, and optimizer.name = {sections.optimizer.name!r}: give optimizer=muon, "
+            "or optimizer.qk_clip=null"
+        )
+    check_clip(tau, sections.model, sections.data.sequence_length)
+    return partial(clipped, sections.model, tau)
 
 
 def matrices_in(s: OptimizerSection, path: str, param: Param) -> Matrices | None:

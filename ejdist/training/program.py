@@ -31,7 +31,7 @@ from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.losses import CROSS_ENTROPY, Trained, check_loss
 from ejdist.training.offload import Offload, at_once
-from ejdist.training.optimizer import OptimizerSection, Rate, make_optimizer, matrices_for
+from ejdist.training.optimizer import OptimizerSection, Rate, clip_for, make_optimizer, matrices_for
 from ejdist.training.step import TrainState, init_state, make_train_step, state_shardings
 from ejdist.training.trackers import check_names
 from kernels.framework.registry import Platform
@@ -156,6 +156,7 @@ class TrainSections:
         """Raises ValueError naming the key and the remedy: for top-level keys, and for constraints between sections."""
         check_allowed(self)
         check_loss(self.loss)
+        clip_for(self)
         if (ahead := getattr(self.model, "mtp", None)) is not None and ahead.modules:
             for key, other in (("lora.rank", self.lora.rank), ("loss", self.loss != CROSS_ENTROPY)):
                 if other:
@@ -335,6 +336,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
             schedule=schedule,
             skip=s.guards.skip,
             stream=at_once if offload is None else offload.stream,
+            clip=clip_for(s),
         ),
         donate_argnums=0,
         in_shardings=(shardings, {name: x.sharding for name, x in batch.items()}, *beside),
@@ -361,5 +363,6 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh | None, order: Order |
         platform=s.platform,
         deterministic_attention=s.deterministic_attention,
         experts=vars(s.experts),
+        largest_logits=s.optimizer.qk_clip is not None,
         on_choice=on_choice,
     )

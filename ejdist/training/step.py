@@ -51,6 +51,7 @@ def make_train_step(
     schedule: Callable[[jax.Array], jax.Array] | None = None,
     skip: Collection[str] = (),
     stream: Callable[..., tuple[Any, Any]] = at_once,
+    clip: Callable[[Any, dict[str, jax.Array]], Any] | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the function (state, batch, limits=None) -> (state, metrics).
 
@@ -70,6 +71,7 @@ def make_train_step(
         exceeds `limits`, float32[2]: the largest loss and gradient norm of a good step. Parameters, moments, buffers and the
         optimizer's update count then stay unchanged; the step count and the schedule advance. Adds "skipped" to the metrics.
       stream: applies the update part by part, see `ejdist.training.offload.Offload.stream`.
+      clip: (the new parameters, the metrics of the whole batch) -> parameters, see `ejdist.training.qk_clip`.
     """
     if unknown := sorted(set(skip) - {"nonfinite", "spike"}):
         raise ValueError(f"skip has {unknown[0]!r}; there are nonfinite and spike")
@@ -122,6 +124,9 @@ def make_train_step(
 
         with jax.named_scope("optimizer"):
             params, opt_state = stream(updated, grads, state.opt_state, state.params)
+            if clip is not None:
+                smaller = clip(params, metrics)
+                params = smaller if wrong is None else _unless(wrong, smaller, params)
         buffers = update(state.buffers, {name: m.value for name, m in sums.items() if m.how == "update"})
         if wrong is not None:
             buffers = _unless(wrong, buffers, state.buffers)
