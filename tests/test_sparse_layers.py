@@ -189,6 +189,7 @@ def test_losses_are_the_same_on_every_mesh_and_after_a_stop(corpus, tmp_path):
         ["mesh.sp=2", "mesh.tp=2"],
         ["mesh.sp=4", "sequence.order=zigzag"],
         ["mesh.sp=4", "sequence.order=contiguous"],
+        ["mesh.sp=4", "sequence.order=zigzag", "sequence.scheme=group_cast", "sequence.buffer=0.3"],
     )
     for number, layout in enumerate(layouts):
         assert run(tmp_path / f"{number}", corpus, *layout) == pytest.approx(one, abs=2e-5)

@@ -135,17 +135,19 @@ class SparseAttention(Attention):
             self._shape(c, share),
             share.sequence - 1,
         )
-        if share.order.carried or not others:  # with such an order the layer is refused when it runs
-            return sent
+        own, buffer = share.length // share.sequence, share.scheme.blocks
+        if share.order.carried or not others or (buffer is not None and own % c.sparse.block_size):
+            return sent  # with such an order, or blocks over the ends of ranks, the layer is refused when it runs
         forwards, keys = 2 - share.remat.rest, shape.key + shape.value
-        if share.scheme.blocks is None:
+        if buffer is None:
             sent.add(shape.axis, ALL_GATHER, forwards * keys * others, forwards * 2)
             sent.add(shape.axis, REDUCE_SCATTER, keys * others, 2)
         else:
             order = Order("contiguous", share.sequence)
             most, every = chunks_of_documents(order, share.length, CAUSAL, share.documents)
-            sizes = share.length // share.sequence, c.sparse.block_size, c.sparse.window, share.scheme.blocks
-            sent.add_all(sparse_blocks.cost(replace(shape, forwards=forwards), *sizes, most / every))
+            shape = replace(shape, forwards=forwards)
+            sizes = own, c.sparse.block_size, c.sparse.window
+            sent.add_all(sparse_blocks.cost(shape, *sizes, buffer, most / every))
         if not share.order.few_hops:
             gates = share.tokens * shape.heads * BRANCHES * share.itemsize
             moved = (forwards + 1) * (shape.query + keys + gates) + 2 * shape.out

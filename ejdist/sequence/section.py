@@ -25,8 +25,9 @@ class SequenceSection:
     """The `sequence` section of a recipe."""
 
     # How a split sequence attends: ring, all_gather, ulysses (heads over sp, another scheme over cp), halo
-    # (for windows, else a ring), group_cast (each device gets the keys that its documents need); auto: what is expected to be
-    # fastest, and logs why.
+    # (for windows, else a ring), group_cast (each device gets the keys that its documents need, and of layers with sparse
+    # attention, which gather all with any other, the blocks that are selected); auto: what is expected to be fastest, and logs
+    # why.
     scheme: str = operational("ring")
     # How layers with a window or chunks attend; null: halo where that sends less than sequence.scheme.
     window_scheme: str | None = operational(None)

@@ -13,6 +13,7 @@ from grid import error
 from test_operations_gpu import has_cuda
 
 from kernels import native_sparse_attention
+from kernels.ops.native_sparse_attention import selected_op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda(), reason="JAX sees no CUDA device here")]
 
@@ -56,3 +57,29 @@ def test_numbers_are_those_of_xla(name):
         wanted = jax.tree.leaves(both({n: x.astype(jnp.float32) for n, x in arrays.items()}, "xla"))
     for a, w in zip(got, wanted, strict=True):
         assert error(a, w) <= limit
+
+
+@pytest.mark.parametrize("name", ["documents", "after fewer keys than queries"])
+def test_the_selected_branch_by_itself(name):
+    """What a rank runs over its own keys, and over blocks of others: (out, lse), and gradients."""
+    T, S, named = (1024, 1536, 24) if name == "documents" else (1024, 512, 8)
+    starts = {"starts": jnp.asarray(np.repeat([0, 301, 1001], [301, 700, 535])[None], jnp.int32)}
+    options = {"q_start": jnp.int32(512), "block_size": 64} | (starts if name == "documents" else {})
+    indices = jnp.asarray(RNG.integers(-1, named, (1, T, 2, 6)), jnp.int32)
+    arrays = [
+        jnp.asarray(RNG.standard_normal((1, n, heads, 128)), "bfloat16") for n, heads in ((T, 32), (S, 2), (S, 2))
+    ]
+
+    @functools.partial(jax.jit, static_argnames="platform")
+    def both(arrays, platform):
+        call = functools.partial(selected_op, block_indices=indices, **options, platform=platform)
+        (out, lse), pull = jax.vjp(lambda a: call(*a), arrays)
+        d = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
+        return out, jnp.where(jnp.isfinite(lse), lse, 0), pull((d, jnp.zeros_like(lse)))[0]
+
+    got, again = (jax.tree.leaves(both(arrays, "triton")) for _ in range(2))
+    assert all((a == b).all() for a, b in zip(got, again, strict=True))
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.tree.leaves(both([x.astype(jnp.float32) for x in arrays], "xla"))
+    for a, w in zip(got, wanted, strict=True):
+        assert error(a, w) <= 1.5e-2
