@@ -466,7 +466,7 @@ FAULTS = (
     ),
     Fault(
         "Pallas: products of float32 in bfloat16",
-        "pallas_kernels:_dot",
+        "pallas_kernels:dot",
         "lax.Precision.HIGHEST",
         "None",
         f"{PALLAS_BLOCKS} -k float32",
