@@ -286,8 +286,8 @@ def forward(
 
 
 def _tiles(query: jax.Array, key: jax.Array, value: jax.Array, o: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
-    keys = (pallas_lists.tiles_of_keys(x, o) for x in (key, value))
-    return pallas_lists.tiles_of_queries(query, o), *keys
+    keys, values = (pallas_lists.tiles_of_keys(x, o) for x in (key, value))
+    return pallas_lists.tiles_of_queries(query, o), keys, values
 
 
 def backward(
@@ -325,5 +325,5 @@ def backward(
         buffers=cfg.backward_num_stages,
         of_part=of_part,
     )
-    gradients = (pallas_lists.of_key_tiles(x, o, w) for x, w in ((dk, o.H), (dv, o.HV)))
-    return pallas_lists.of_tiles(dq, o, o.H), *gradients
+    of_rows = pallas_lists.of_tiles(dq, o, o.H)
+    return of_rows, pallas_lists.of_key_tiles(dk, o, o.H), pallas_lists.of_key_tiles(dv, o, o.HV)

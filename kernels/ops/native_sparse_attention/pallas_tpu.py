@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,12 +84,11 @@ def _candidates(call: Call) -> list[NativeSparseConfig]:
 def _flash_refusal(call: Call, branch: str) -> str | None:
     """Returns why flash attention cannot be a branch, from shapes alone."""
     B, T, S, K, H, HV = (call.dims[n] for n in ("B", "T", "S", "K", "H", "Hv"))
-    rows, of_queries = (1, B)[call.starts is not None], jax.ShapeDtypeStruct((B, T), jnp.int32)
     length, window = (-(-S // call.block_size), None) if branch == "compressed" else (S, (call.window - 1, 0))
-    of_keys = jax.ShapeDtypeStruct((B, length), jnp.int32)
-    documents = (of_queries, of_keys) if rows == B and call.starts is not None else (None, None)
-    placed = branch == "compressed" or call.q_start is not None
-    mask = MaskInfo(*documents, *((of_queries, of_keys) if placed else (None, None)), causal=True, window=window)
+    places: Any = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B, length), jnp.int32)
+    documents = places if call.starts is not None else (None, None)
+    positions = places if branch == "compressed" or call.q_start is not None else (None, None)
+    mask = MaskInfo(*documents, *positions, causal=True, window=window)
     key, value = (jax.ShapeDtypeStruct((B, length, K, width), call.query.dtype) for width in (H, HV))
     bound = flash_attention.op.bind(call.query, key, value, mask=mask)
     reason = flash_attention.op.backends["pallas_tpu"].refuses(flash_attention.op, bound, True)
