@@ -352,8 +352,8 @@ FAULTS = (
     Fault(
         "Pallas: output not rescaled",
         "pallas_kernels:fwd_kernel.tile",
-        "$turned[...] * $rescale + _dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
-        "$turned[...] + _dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
+        "$turned[...] * $rescale + dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
+        "$turned[...] + dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
         f"{PALLAS_BLOCKS} -k documents",
     ),
     Fault(

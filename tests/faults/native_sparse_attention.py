@@ -172,15 +172,15 @@ FAULTS = (
     Fault(
         "the gradient of keys on TPUs forgets delta",
         "pallas_selected:bwd_dkv_kernel",
-        "$p * ($$dp - _of_row($o, $table, DELTA))",
-        "$p * ($$dp - 0 * _of_row($o, $table, DELTA))",
+        "dot($refs['value'][...], $d_out, 1, 1) - _of_row($o, $table, DELTA)",
+        "dot($refs['value'][...], $d_out, 1, 1) - 0 * _of_row($o, $table, DELTA)",
         OF_PALLAS + " -k without_blocks",
     ),
     Fault(
         "on TPUs the last block of equal weights is chosen",
         "pallas_choice:choice_kernel",
-        "jnp.min(jnp.where($x == $largest, $slots, $$beyond), $$rest)",
-        "jnp.max(jnp.where($x == $largest, $slots, -1), $$rest)",
+        "jnp.min(jnp.where($x == $largest, $slots, $tile * BLOCK + BLOCK), **$$rest)",
+        "jnp.max(jnp.where($x == $largest, $slots, -1), **$$rest)",
         OF_PALLAS + " -k equal_weights",
     ),
     Fault(
