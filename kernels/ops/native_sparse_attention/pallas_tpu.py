@@ -85,7 +85,8 @@ def _flash_refusal(call: Call, branch: str) -> str | None:
     """Returns why flash attention cannot be a branch, from shapes alone."""
     B, T, S, K, H, HV = (call.dims[n] for n in ("B", "T", "S", "K", "H", "Hv"))
     length, window = (-(-S // call.block_size), None) if branch == "compressed" else (S, (call.window - 1, 0))
-    places: Any = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B, length), jnp.int32)
+    rows = B if branch == "compressed" or call.starts is not None else 1
+    places: Any = jax.ShapeDtypeStruct((rows, T), jnp.int32), jax.ShapeDtypeStruct((rows, length), jnp.int32)
     documents = places if call.starts is not None else (None, None)
     positions = places if branch == "compressed" or call.q_start is not None else (None, None)
     mask = MaskInfo(*documents, *positions, causal=True, window=window)
