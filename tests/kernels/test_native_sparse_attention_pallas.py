@@ -14,8 +14,8 @@ from kernels.ops.native_sparse_attention import NativeSparseConfig, native_spars
 from kernels.toolchains.simulate import ahead_of_time as checks
 
 # A ring that is used many times, and products of several tiles.
-PLAIN = NativeSparseConfig(block_rows=128, block_keys=32, num_stages=2, backward_num_stages=2)
-ALONE = dataclasses.replace(PLAIN, block_keys=16, num_stages=3, backward_num_stages=1)
+PLAIN = NativeSparseConfig(block_rows=128, block_keys=32, backward_rows=384, num_stages=2, backward_num_stages=2)
+ALONE = dataclasses.replace(PLAIN, block_keys=16, backward_rows=128, num_stages=3, backward_num_stages=1)
 
 
 def indices_of(t, heads, most, count):

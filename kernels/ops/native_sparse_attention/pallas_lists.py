@@ -35,7 +35,8 @@ class Sizes:
     Attributes:
       NAMED: blocks that a query names at most.
       SIZE: tokens of a block. ALIGNED: whether blocks begin at multiples of it among the keys.
-      BLOCK_Q, BLOCK_K: queries and keys of a tile. PIECES: tiles of keys that are multiplied at once.
+      BLOCK_Q, BLOCK_K: queries and keys of a tile. PIECES, Q_PIECES: tiles of keys, and of queries, that are multiplied at
+        once.
     """
 
     B: int
@@ -52,6 +53,7 @@ class Sizes:
     BLOCK_Q: int
     BLOCK_K: int
     PIECES: int
+    Q_PIECES: int
 
     @property
     def rows(self) -> int:
@@ -173,7 +175,7 @@ def by_keys(lists: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
     begin, length = jnp.where(used, begin, 0), jnp.where(used, length, 0)
     tile = jnp.pad(tile, ((0, 0), (0, PART)))
     one = jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, PART), (None, 0))
-    return _with_header(jax.vmap(one)(tile, begin), length, begins, is_last, 1), group.reshape(-1)
+    return _with_header(jax.vmap(one)(tile, begin), length, begins, is_last, o.Q_PIECES), group.reshape(-1)
 
 
 def _of_rows(x: jax.Array, sizes: Sizes, fill: float) -> jax.Array:
@@ -248,7 +250,8 @@ def sizes_of(call_sizes: tuple[int, ...], named: int, size: int, scale: float | 
     scale = 1 / math.sqrt(H) if scale is None else scale
     block_q = min(max(1, cfg.block_rows // (N // K)), T)
     pieces = max(1, min(cfg.block_keys // block_k, block_q * named * overlapped(size, block_k, aligned)))
-    return Sizes(B, T, S, N, K, H, HV, named, size, scale, aligned, block_q, block_k, pieces)
+    q_pieces = max(1, min(cfg.backward_rows // max(cfg.block_rows, 1), -(-T // block_q)))
+    return Sizes(B, T, S, N, K, H, HV, named, size, scale, aligned, block_q, block_k, pieces, q_pieces)
 
 
 def keys_of(size: int) -> int:

@@ -116,15 +116,27 @@ def _seen(o: Sizes, table: Any, tile: Any, nowhere: Any = 0) -> Any:
     return reads & functools.reduce(jnp.logical_or, within)
 
 
+def _nowhere(own: Any, n: Any) -> Any:
+    """Returns `BEYOND` for an entry past the end of a list, else 0."""
+    return jnp.where(n < own[0, LENGTH], 0, BEYOND)
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=dim)
+
+
+def _masked(x: Any, seen: list[Any], dim: int) -> Any:
+    """Returns logits, -inf where a row does not read a key, for the masks of all pieces along a dim."""
+    side = x.shape[dim] // len(seen)
+    parts = [lax.slice_in_dim(x, p * side, (p + 1) * side, axis=dim) for p in range(len(seen))]
+    return _joined([jnp.where(mask, part, -jnp.inf) for mask, part in zip(seen, parts, strict=True)], dim)
+
+
 def _logits(o: Sizes, refs: dict[str, Any], keys: Any, step: Any) -> Any:
-    """Returns the logits of all pieces, float32 [PIECES * BLOCK_K, rows], -inf where a row does not read."""
-    x, own, table = dot(keys, refs["query"][...], 1, 1) * o.SCALE, refs["own"], refs["table"][...]
-    parts = []
-    for p in range(o.PIECES):
-        n = step * o.PIECES + p
-        seen = _seen(o, table, own[0, HEADER + n], jnp.where(n < own[0, LENGTH], 0, BEYOND))
-        parts.append(jnp.where(seen, x[p * o.BLOCK_K : (p + 1) * o.BLOCK_K], -jnp.inf))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+    """Returns the logits of all pieces, float32 [PIECES * BLOCK_K, rows]."""
+    own, table, begin = refs["own"], refs["table"][...], step * o.PIECES
+    seen = [_seen(o, table, own[0, HEADER + begin + p], _nowhere(own, begin + p)) for p in range(o.PIECES)]
+    return _masked(dot(keys, refs["query"][...], 1, 1) * o.SCALE, seen, 0)
 
 
 def _pieces(ring: Any, slot: Any) -> Any:
@@ -184,14 +196,16 @@ def bwd_dkv_kernel(o: Sizes, refs: dict[str, Any]) -> None:
         d_value[...] = jnp.zeros_like(d_value)
 
     def step(n: Any, slot: Any) -> None:
-        query, d_out, table = (refs[f"{name}_ring"][slot, 0] for name in ("query", "d_out", "table"))
-        x = jnp.where(_seen(o, table, tile), dot(refs["key"][...], query, 1, 1) * o.SCALE, -jnp.inf)
-        p = jnp.exp(x - _of_row(o, table, LSE))
+        query, d_out = (_pieces(refs[f"{name}_ring"], slot) for name in ("query", "d_out"))
+        tables = [refs["table_ring"][slot, p] for p in range(o.Q_PIECES)]
+        lse, delta = (_joined([_of_row(o, table, row) for table in tables], 1) for row in (LSE, DELTA))
+        seen = [_seen(o, x, tile, _nowhere(own, n * o.Q_PIECES + p)) for p, x in enumerate(tables)]
+        p = jnp.exp(_masked(dot(refs["key"][...], query, 1, 1) * o.SCALE, seen, 1) - lse)
         d_value[...] += dot(p.astype(d_out.dtype), d_out, 1, 0)
-        ds = p * (dot(refs["value"][...], d_out, 1, 1) - _of_row(o, table, DELTA))
+        ds = p * (dot(refs["value"][...], d_out, 1, 1) - delta)
         d_key[...] += dot(ds.astype(query.dtype), query, 1, 0)
 
-    _Copies(refs, ("query", "d_out", "table"), 1, o.tiles).each(step)
+    _Copies(refs, ("query", "d_out", "table"), o.Q_PIECES, o.tiles).each(step)
 
     @pl.when(own[0, ENDS] > 0)
     def _() -> None:
@@ -321,7 +335,7 @@ def backward(
         streamed=of_queries,
         outputs={f"d_{n}": jax.ShapeDtypeStruct(x.shape, jnp.float32) for n, x in of_keys.items()},
         scratch={"key_sum": (o.BLOCK_K, wide[0]), "value_sum": (o.BLOCK_K, wide[1])},
-        pieces=1,
+        pieces=o.Q_PIECES,
         buffers=cfg.backward_num_stages,
         of_part=of_part,
     )

@@ -65,19 +65,20 @@ forward, forward_with_residuals, backward = functions_of(_Run)
 # -- configurations -----------------------------------------------------------------------------------------------------
 
 
+def _config(rows: int, keys: int) -> NativeSparseConfig:
+    # A tile is read for few queries: copies of several are in flight, to hide what each takes to begin.
+    return NativeSparseConfig(
+        block_rows=rows, block_keys=keys, backward_rows=2 * rows, num_stages=6, backward_num_stages=6
+    )
+
+
 def _heuristic(call: Call, platform: str) -> NativeSparseConfig:
-    # A tile of keys is read for few queries: copies of several tiles are in flight to hide what each takes to begin.
-    keys = min(256, 4 * pallas_lists.keys_of(call.block_size))
-    return NativeSparseConfig(block_rows=LANES, block_keys=keys, num_stages=6, backward_num_stages=6)
+    return _config(LANES, min(256, 4 * pallas_lists.keys_of(call.block_size)))
 
 
 def _candidates(call: Call) -> list[NativeSparseConfig]:
     block = pallas_lists.keys_of(call.block_size)
-    sizes = [(rows, keys) for rows in (128, 256, 512) for keys in (block, 4 * block)]
-    tried = [
-        NativeSparseConfig(block_rows=rows, block_keys=keys, num_stages=6, backward_num_stages=6)
-        for rows, keys in sizes
-    ]
+    tried = [_config(rows, keys) for rows in (128, 256, 512) for keys in (block, 4 * block)]
     return list(dict.fromkeys([_heuristic(call, "tpu"), *tried]))
 
 
