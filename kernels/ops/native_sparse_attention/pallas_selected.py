@@ -150,6 +150,7 @@ def _of_row(o: Sizes, table: Any, row: int) -> Any:
 
 
 def fwd_kernel(o: Sizes, refs: dict[str, Any]) -> None:
+    """Writes the outputs and log-sum-exps of a tile of queries."""
     largest, total, turned = refs["largest"], refs["total"], refs["turned"]
     largest[...] = jnp.full_like(largest, -jnp.inf)
     total[...] = jnp.zeros_like(total)
@@ -172,6 +173,7 @@ def fwd_kernel(o: Sizes, refs: dict[str, Any]) -> None:
 
 
 def bwd_dq_kernel(o: Sizes, refs: dict[str, Any]) -> None:
+    """Writes the gradient of a tile of queries."""
     turned = refs["turned"]
     turned[...] = jnp.zeros_like(turned)
     lse, delta = (_of_row(o, refs["table"][...], row) for row in (LSE, DELTA))
@@ -187,6 +189,7 @@ def bwd_dq_kernel(o: Sizes, refs: dict[str, Any]) -> None:
 
 
 def bwd_dkv_kernel(o: Sizes, refs: dict[str, Any]) -> None:
+    """Adds what the queries of a list give to the gradients of a tile of keys, and writes them at the last list of it."""
     d_key, d_value, own = refs["key_sum"], refs["value_sum"], refs["own"]
     tile = refs["of_part"][pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)]
 
