@@ -165,6 +165,14 @@ def named_blocks(block_indices: Any, num_blocks: int, block_size: int, length: i
     return min(num_blocks, -(-length // block_size)) if block_indices is None else block_indices.shape[-1]
 
 
+def too_wide(call: Call, widest: int) -> str | None:
+    """Returns why heads are refused that are wider than that."""
+    for name in ("H", "Hv"):
+        if call.dims.get(name, 0) > widest:
+            return f"{name} = {call.dims[name]} exceeds the maximum of {widest}"
+    return None
+
+
 def branches_of(g_cmp: Any, window: int) -> list[str]:
     return ["selected", *(["compressed"] if g_cmp is not None else []), *(["sliding"] if window > 0 else [])]
 

@@ -99,7 +99,7 @@ class Selected(NamedTuple):
 
     Attributes:
       first: int32 [B, T, K, NAMED], the first token of each of its blocks; `NONE` for none. A block may be there twice.
-      position: int32 [T], its place among the keys.
+      position: int32 [T], its place among the keys; past all of them if it comes after them.
       start: int32 [B, T], the first token of its document; -1 for padding.
     """
 
@@ -108,12 +108,17 @@ class Selected(NamedTuple):
     start: jax.Array
 
 
+def places(starts: jax.Array, q_start: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
+    """Returns the place of each query among the keys, int32 [T], and the first token of its document, [B, T]."""
+    position = q_start.astype(jnp.int32) + jnp.arange(sizes.T, dtype=jnp.int32)
+    return position, jnp.take(starts, position, axis=1, mode="clip").astype(jnp.int32)
+
+
 def selected(
     indices: jax.Array, counts: jax.Array | None, starts: jax.Array, q_start: jax.Array, sizes: Sizes
 ) -> Selected:
     """Returns what each query reads, given the contract's arguments."""
-    position = q_start + jnp.arange(sizes.T, dtype=jnp.int32)
-    start = jnp.take(starts, position, axis=1, mode="clip").astype(jnp.int32)
+    position, start = places(starts, q_start, sizes)
     begin = start[..., None, None]
     # Blocks are compared, not tokens: the first token of one far past the end would overflow.
     valid = (begin >= 0) & (indices >= 0) & (indices <= (position[:, None, None] - begin) // sizes.SIZE)
@@ -225,7 +230,7 @@ def tables(what: Selected, sizes: Sizes, lse: jax.Array | None = None, delta: ja
     first = jnp.pad(what.first, ((0, 0), (0, 0), (0, 0), (0, o.named_rows - o.NAMED)), constant_values=NONE)
     # Rows of padding are before every key, and have no weights.
     rest: list[tuple[jax.Array, float]] = [
-        (what.position[:, None, None], -1),
+        (jnp.minimum(what.position, o.S - 1)[:, None, None], -1),
         ((what.start % o.SIZE)[..., None, None], 0),
     ]
     for x, fill in ((lse, jnp.inf), (delta, 0)):

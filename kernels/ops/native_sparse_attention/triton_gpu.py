@@ -16,7 +16,7 @@ from kernels.framework.binding import Call
 from kernels.framework.execute import Saved
 from kernels.ops.native_sparse_attention import triton_choice, triton_lists, triton_selected
 from kernels.ops.native_sparse_attention.blocks import overlapped, power
-from kernels.ops.native_sparse_attention.branches import Run, functions_of, keeps, named_blocks
+from kernels.ops.native_sparse_attention.branches import Run, functions_of, keeps, named_blocks, too_wide
 from kernels.ops.native_sparse_attention.contract import NativeSparseConfig, op
 from kernels.ops.native_sparse_attention.parts import choice_op, selected_op, selected_work
 from kernels.ops.native_sparse_attention.triton_sizes import Sizes, sizes_of
@@ -82,18 +82,11 @@ def _candidates(call: Call) -> list[NativeSparseConfig]:
     ]
 
 
-def _too_wide(call: Call) -> str | None:
-    for name in ("H", "Hv"):
-        if call.dims.get(name, 0) > WIDEST:
-            return f"{name} = {call.dims[name]} exceeds the maximum of {WIDEST}"
-    return None
-
-
 def _rejects(call: Call) -> str | None:
     if 0 in call.query.shape or 0 in call.key.shape:
         return "query or key has no elements"
-    if too_wide := _too_wide(call):
-        return too_wide
+    if reason := too_wide(call, WIDEST):
+        return reason
     B, T, K, S = (call.dims[n] for n in "BTKS")
     named = call.num_blocks if call.block_indices is None else 0
     named = named_blocks(call.block_indices, named, call.block_size, S)
@@ -153,5 +146,5 @@ op.register(
     **_TUNED,
     **_WHERE,
 )
-choice_op.register(choice, rejects=_too_wide, **_WHERE)
+choice_op.register(choice, rejects=functools.partial(too_wide, widest=WIDEST), **_WHERE)
 selected_op.register(selected_forward, selected_backward, rejects=_rejects, **_TUNED, **_WHERE)
