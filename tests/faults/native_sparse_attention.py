@@ -172,8 +172,8 @@ FAULTS = (
     Fault(
         "the gradient of keys on TPUs forgets delta",
         "pallas_selected:bwd_dkv_kernel",
-        "dot($refs['value'][...], $d_out, 1, 1) - _of_row($o, $table, DELTA)",
-        "dot($refs['value'][...], $d_out, 1, 1) - 0 * _of_row($o, $table, DELTA)",
+        "dot($refs['value'][...], $d_out, 1, 1) - $delta",
+        "dot($refs['value'][...], $d_out, 1, 1) - 0 * $delta",
         OF_PALLAS + " -k without_blocks",
     ),
     Fault(
@@ -203,5 +203,19 @@ FAULTS = (
         "$first // BLOCK",
         "-(-$first // BLOCK) + 1",
         OF_PALLAS + " -k several_tiles",
+    ),
+    Fault(
+        "past the end of its list a tile of queries counts again for a tile of keys",
+        "pallas_selected:_nowhere",
+        "jnp.where($$end, 0, BEYOND)",
+        "0 * jnp.where($$end, 0, BEYOND)",
+        OF_PALLAS + " -k padded_group",
+    ),
+    Fault(
+        "queries after all keys see what fills the last tile of these on TPUs",
+        "pallas_lists:tables",
+        "jnp.minimum($what.position, $o.S - 1)",
+        "$what.position",
+        "tests/kernels/test_native_sparse_attention_parts.py -k pallas",
     ),
 )
