@@ -36,8 +36,8 @@ MORE: dict[str, tuple[float, str]] = {
         "kernels of three toolchains, those in Gluon and Pallas interpreted, and compiled for GPUs and TPUs",
     ),
     "native_sparse_attention": (
-        60,
-        "three branches: kernels of its own and those of flash attention, interpreted and compiled",
+        120,
+        "three branches: kernels of its own in Triton and in Pallas, and those of flash attention, interpreted and compiled",
     ),
     "layer_norm": (60, "two operations on three backends, and a third with a projection"),
     "state_space": (110, "three operations, each with documents, packed sequences and states, and on meshes"),

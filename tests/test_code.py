@@ -46,6 +46,8 @@ SLOW = {
         ("page_attention", "prefill_2k_of_8k"),
         ("decode_attention", "decode_8k"),
         ("append_and_attend", "mixed"),
+        # Its choice of blocks is compiled in tests/kernels/test_native_sparse_attention_pallas.py.
+        ("native_sparse_attention", "paper_64k"),
     },
     "triton": {
         ("flash_attention", "causal_32k_gqa"),

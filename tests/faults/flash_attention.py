@@ -352,8 +352,8 @@ FAULTS = (
     Fault(
         "Pallas: output not rescaled",
         "pallas_kernels:fwd_kernel.tile",
-        "$turned[...] * $rescale + _dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
-        "$turned[...] + _dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
+        "$turned[...] * $rescale + dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
+        "$turned[...] + dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
         f"{PALLAS_BLOCKS} -k documents",
     ),
     Fault(
@@ -466,7 +466,7 @@ FAULTS = (
     ),
     Fault(
         "Pallas: products of float32 in bfloat16",
-        "pallas_kernels:_dot",
+        "pallas_kernels:dot",
         "lax.Precision.HIGHEST",
         "None",
         f"{PALLAS_BLOCKS} -k float32",

@@ -4,6 +4,7 @@ from faults import Fault
 
 OF_SELECTED = "tests/kernels/test_native_sparse_attention.py"
 OF_KERNELS = "tests/kernels/test_native_sparse_attention_triton.py"
+OF_PALLAS = "tests/kernels/test_native_sparse_attention_pallas.py"
 OF_GRID = "tests/test_ops.py -k native_sparse_attention-best_blocks-float32-triton"
 
 FAULTS = (
@@ -93,9 +94,9 @@ FAULTS = (
     ),
     Fault(
         "a block that begins in another tile of keys is not in the list of its second",
-        "triton_lists:overlapped",
-        "-(-($sizes.SIZE - 1) // $sizes.BLOCK_K) + 1",
-        "-(-($sizes.SIZE - 1) // $sizes.BLOCK_K)",
+        "native_sparse_attention/blocks:overlapped",
+        "-(-($length - 1) // $other) + 1",
+        "-(-($length - 1) // $other)",
         OF_KERNELS + " -k many_parts",
     ),
     Fault(
@@ -121,9 +122,100 @@ FAULTS = (
     ),
     Fault(
         "the gate is left out of the gradient of the logits",
-        "native_sparse_attention/triton_gpu:_Run.gradients",
+        "native_sparse_attention/branches:Run.gradients",
         "$d, $delta = $$product, $delta * $gate.astype(jnp.float32)",
         "$d, $delta = $$product, $delta",
         OF_GRID,
+    ),
+    Fault(
+        "a query of the selected branch on TPUs sees the token after it",
+        "pallas_selected:_seen",
+        "$keys <= $rest[POSITION : POSITION + 1] - ($start + $nowhere)",
+        "$keys <= $rest[POSITION : POSITION + 1] + 1 - ($start + $nowhere)",
+        OF_PALLAS + " -k padded_group",
+    ),
+    Fault(
+        "a tile of keys has blocks of every document where those of one are",
+        "pallas_selected:_seen",
+        "lax.rem($start, $o.SIZE) - $rest[OFFSET : OFFSET + 1]",
+        "lax.rem($start, $o.SIZE) - 0 * $rest[OFFSET : OFFSET + 1]",
+        OF_PALLAS + " -k padded_group",
+    ),
+    Fault(
+        "copies ahead of the next list are of this one",
+        "pallas_selected:_Copies.each",
+        "$self.start('next', $$rest)",
+        "$self.start('own', $$rest)",
+        OF_PALLAS + " -k padded_group",
+    ),
+    Fault(
+        "every part of a list begins its sums",
+        "pallas_lists:by_keys",
+        "$used & ($number == 0)",
+        "$used",
+        OF_PALLAS + " -k padded_group",
+    ),
+    Fault(
+        "a list on TPUs has the first tile of a block alone",
+        "pallas_lists:Sizes.crossed",
+        "overlapped($$sizes)",
+        "1",
+        OF_PALLAS + " -k padded_group",
+    ),
+    Fault(
+        "past its end a list names the last tile of keys",
+        "pallas_lists:_with_header",
+        "jnp.where($$within, $entries, $entries[..., :1])",
+        "$entries",
+        OF_PALLAS + " -k not_touched",
+    ),
+    Fault(
+        "the gradient of keys on TPUs forgets delta",
+        "pallas_selected:bwd_dkv_kernel",
+        "dot($refs['value'][...], $d_out, 1, 1) - $delta",
+        "dot($refs['value'][...], $d_out, 1, 1) - 0 * $delta",
+        OF_PALLAS + " -k without_blocks",
+    ),
+    Fault(
+        "on TPUs the last block of equal weights is chosen",
+        "pallas_choice:choice_kernel",
+        "jnp.min(jnp.where($x == $largest, $slots, $tile * BLOCK + BLOCK), **$$rest)",
+        "jnp.max(jnp.where($x == $largest, $slots, -1), **$$rest)",
+        OF_PALLAS + " -k equal_weights",
+    ),
+    Fault(
+        "on TPUs a block is chosen again after another",
+        "pallas_choice:choice_kernel",
+        "$average[$rows] = $x",
+        "",
+        OF_PALLAS + " -k equal_weights",
+    ),
+    Fault(
+        "on TPUs weights of heads are averaged before they are divided by their sums",
+        "pallas_choice:choice_kernel",
+        "1 / ($G * jnp.where($total > 0, $total, 1.0))",
+        "1.0 / $G + 0 * $total",
+        OF_PALLAS + " -k equal_weights",
+    ),
+    Fault(
+        "the first tile of means is left out where a tile of queries has several",
+        "pallas_choice:_best",
+        "$first // BLOCK",
+        "-(-$first // BLOCK) + 1",
+        OF_PALLAS + " -k several_tiles",
+    ),
+    Fault(
+        "past the end of its list a tile of queries counts again for a tile of keys",
+        "pallas_selected:_nowhere",
+        "jnp.where($$end, 0, BEYOND)",
+        "0 * jnp.where($$end, 0, BEYOND)",
+        OF_PALLAS + " -k padded_group",
+    ),
+    Fault(
+        "queries after all keys see what fills the last tile of these on TPUs",
+        "pallas_lists:tables",
+        "jnp.minimum($what.position, $o.S - 1)",
+        "$what.position",
+        "tests/kernels/test_native_sparse_attention_parts.py -k pallas",
     ),
 )

@@ -22,7 +22,7 @@ from kernels.ops.native_sparse_attention import (
 
 RNG = np.random.default_rng(0)
 B, T, S, N, K, H, HV, SIZE = 2, 16, 24, 4, 2, 8, 6, 4
-BACKENDS = ["xla", "triton"]
+BACKENDS = ["xla", "triton", "pallas"]
 
 
 def normal(*shape):
@@ -42,7 +42,7 @@ CALLS = {
 
 
 def on(backend):
-    return interpret() if backend == "triton" else contextlib.nullcontext()
+    return contextlib.nullcontext() if backend == "xla" else interpret()
 
 
 def finite(x):

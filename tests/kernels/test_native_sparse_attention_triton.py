@@ -21,11 +21,11 @@ def arrays(t, heads, widths=(8, 8), gates=()):
     return {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def check(arguments, cfg=PLAIN, limit=3e-6):
+def check(arguments, cfg=PLAIN, limit=3e-6, platform="triton"):
     """Asserts outputs and gradients of the contract."""
     want, slopes, d = value_and_gradients(op.function, arguments)
     with interpret():
-        run = functools.partial(op, platform="triton", cfg=cfg)
+        run = functools.partial(op, platform=platform, cfg=cfg)
         got, gradients, _ = value_and_gradients(lambda **a: run(**a), arguments, d)
     assert error(got[0], want[0]) < limit
     for name, slope in slopes.items():
@@ -85,17 +85,18 @@ def largest(function, *arguments):
     return max(sizes)
 
 
+def largest_at(length, platform):
+    """Returns the number of elements of the largest array of all branches and their gradients."""
+    shapes = (1, length, 4, 16), (1, length, 1, 16), (1, length, 4)
+    q, k, gate = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    options = {"block_size": 16, "block_counts": 4, "sliding_window": 64, "platform": platform}
+
+    def loss(q, k, gate):
+        return jnp.sum(native_sparse_attention(q, k, k, gate, gate, gate, **options).astype(jnp.float32))
+
+    with interpret():
+        return largest(jax.grad(loss, (0, 1, 2)), q, k, gate)
+
+
 def test_no_array_grows_faster_than_the_tokens():
-    def largest_at(length):
-        q, k, gate = (
-            jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, length, 4, 16), (1, length, 1, 16), (1, length, 4))
-        )
-        options = {"block_size": 16, "block_counts": 4, "sliding_window": 64, "platform": "triton"}
-
-        def loss(q, k, gate):
-            return jnp.sum(native_sparse_attention(q, k, k, gate, gate, gate, **options).astype(jnp.float32))
-
-        with interpret():
-            return largest(jax.grad(loss, (0, 1, 2)), q, k, gate)
-
-    assert largest_at(65536) <= 4 * largest_at(16384) < 16384**2 // 16
+    assert largest_at(65536, "triton") <= 4 * largest_at(16384, "triton") < 16384**2 // 16

@@ -16,10 +16,10 @@ from kernels.engines.attention.pallas_calls import BEYOND, Blocks, Plan
 from kernels.engines.attention.pallas_visits import ACTIVE, BEGINS, ENDS, FULL, Step
 from kernels.engines.attention.ranges import ends_at
 
-__all__ = ["bwd_dbias_kernel", "bwd_dkv_kernel", "bwd_dq_kernel", "fwd_kernel"]
+__all__ = ["bwd_dbias_kernel", "bwd_dkv_kernel", "bwd_dq_kernel", "dot", "fwd_kernel"]
 
 
-def _dot(a: Any, b: Any, over_a: int, over_b: int) -> Any:
+def dot(a: Any, b: Any, over_a: int, over_b: int) -> Any:
     # float32 means true float32, without bfloat16 passes.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((over_a,), (over_b,)), ((), ()))
@@ -108,7 +108,7 @@ class _Tile(NamedTuple):
 
 
 def _tile(plan: Plan, refs: dict[str, Any], step: Step, masked: bool) -> _Tile:
-    x = _dot(refs["key"][...], refs["query"][...], plan.width, plan.width) * plan.scale
+    x = dot(refs["key"][...], refs["query"][...], plan.width, plan.width) * plan.scale
     bend = distance = keep = None
     if plan.cap is not None:
         bent = jnp.tanh(x / plan.cap)
@@ -170,7 +170,7 @@ def fwd_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
         total[...] = total[...] * rescale + jnp.sum(p, axis=0, keepdims=True)
         p = p if keep is None else p * keep
         value = refs["value"][...]
-        turned[...] = turned[...] * rescale + _dot(value, p.astype(value.dtype), 1 - plan.value_width, 0)
+        turned[...] = turned[...] * rescale + dot(value, p.astype(value.dtype), 1 - plan.value_width, 0)
 
     _each_tile(plan, step, tile)
 
@@ -187,7 +187,7 @@ def _gradients(plan: Plan, refs: dict[str, Any], step: Step, masked: bool) -> tu
     """Returns (p after dropout, ds, gradient of q.k before the scale, |i - j|) of a tile, given lse and delta of all keys."""
     x, bend, distance, keep = _tile(plan, refs, step, masked)
     p = jnp.exp(x - refs["lse"][...])
-    dp = _dot(refs["value"][...], refs["d_out"][...], plan.value_width, plan.value_width)
+    dp = dot(refs["value"][...], refs["d_out"][...], plan.value_width, plan.value_width)
     dp = dp if keep is None else dp * keep
     ds = p * (dp - refs["delta"][...])
     return p if keep is None else p * keep, ds, ds if bend is None else ds * bend, distance
@@ -206,7 +206,7 @@ def bwd_dq_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
     def tile(masked: bool) -> None:
         _, ds, raw, distance = _gradients(plan, refs, step, masked)
         key = refs["key"][...]
-        turned[...] += _dot(key, raw.astype(key.dtype), 1 - plan.width, 0)
+        turned[...] += dot(key, raw.astype(key.dtype), 1 - plan.width, 0)
         if slopes is not None:
             slopes[...] -= jnp.sum(ds * distance, axis=0, keepdims=True)
 
@@ -233,8 +233,8 @@ def bwd_dkv_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
     def tile(masked: bool) -> None:
         p, _, raw, _ = _gradients(plan, refs, step, masked)
         query, d_out = refs["query"][...], refs["d_out"][...]
-        d_value[...] += _dot(p.astype(d_out.dtype), d_out, 1, 1 - plan.value_width)
-        d_key[...] += _dot(raw.astype(query.dtype), query, 1, 1 - plan.width)
+        d_value[...] += dot(p.astype(d_out.dtype), d_out, 1, 1 - plan.value_width)
+        d_key[...] += dot(raw.astype(query.dtype), query, 1, 1 - plan.width)
 
     _each_tile(plan, step, tile)
 

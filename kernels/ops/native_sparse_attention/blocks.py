@@ -43,3 +43,22 @@ def spread(of_means: jax.Array, starts: jax.Array, ends: jax.Array, of_slot: jax
     complete &= jnp.take_along_axis(of_slot, slot, 1) == starts
     parts = jax.vmap(lambda parts, slot: parts[slot])(of_means.swapaxes(1, 2), jnp.where(starts >= 0, slot, 0))
     return jnp.where(complete[..., None, None], parts, 0) / size
+
+
+def power(n: int, least: int = 1) -> int:
+    """Returns the first power of 2 that is neither below n nor below the least."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def overlapped(length: int, other: int, aligned: bool) -> int:
+    """Returns the maximum number of runs of `other` tokens that a run of `length` tokens lies in. Aligned, both kinds begin at
+    multiples of their lengths; otherwise anywhere.
+
+    >>> overlapped(64, 128, True), overlapped(64, 128, False), overlapped(128, 64, True)
+    (1, 2, 2)
+    """
+    if aligned and other % length == 0:
+        return 1
+    if aligned and length % other == 0:
+        return length // other
+    return -(-(length - 1) // other) + 1

@@ -24,9 +24,11 @@ class NativeSparseConfig(Tunables):
 
     Attributes:
       chunk: queries processed at once (XLA).
-      block_rows: rows of a tile of the selected branch, neighbouring queries times the heads of a group (Triton).
+      block_rows: rows of a tile of the selected branch, neighbouring queries times the heads of a group (Triton, Pallas).
+      block_keys: keys of the selected branch that are multiplied at once; backward_rows: rows, for a tile of keys (Pallas).
       num_warps, num_stages: of programs for tiles of queries. dq_num_stages: of those of their gradient.
-      backward_num_warps, backward_num_stages: of programs for tiles of keys.
+      backward_num_warps, backward_num_stages: of programs for tiles of keys. On TPUs stages are buffers of copies, and warps
+        are not used.
     """
 
     chunk: int | None = None
@@ -36,6 +38,8 @@ class NativeSparseConfig(Tunables):
     dq_num_stages: int | None = None
     backward_num_warps: int | None = None
     backward_num_stages: int | None = None
+    block_keys: int | None = None
+    backward_rows: int | None = None
 
 
 def native_sparse_attention(

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from kernels.engines.attention.triton_parts import LOG2E, rows_of
-from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of, power, queries_of, rows_of_tile
+from kernels.ops.native_sparse_attention.blocks import power
+from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of, queries_of, rows_of_tile
 from kernels.toolchains.triton import triton_launch
 
 # Rows of a tile, and block means that it looks at together, by the bytes of a number.

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of, power
+from kernels.ops.native_sparse_attention.blocks import overlapped, power
+from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of
 from kernels.toolchains.triton import triton_launch
 
 # Entries of a part of a transposed list.
@@ -139,20 +140,11 @@ def lists_of(
     )
 
 
-def overlapped(sizes: Sizes, aligned: bool) -> int:
-    """Returns the maximum number of tiles of keys that a block lies in; blocks are aligned if there is one document."""
-    if aligned and sizes.BLOCK_K % sizes.SIZE == 0:
-        return 1
-    if aligned and sizes.SIZE % sizes.BLOCK_K == 0:
-        return sizes.PARTS
-    return -(-(sizes.SIZE - 1) // sizes.BLOCK_K) + 1
-
-
 def pairs_of(first: jax.Array, sizes: Sizes, aligned: bool) -> Pairs:
     """Returns the lists of tiles of keys."""
     tiles, block = sizes.key_tiles, sizes.BLOCK_K
     groups = sizes.B * sizes.K * tiles
-    tile = first[..., None] // block + jnp.arange(overlapped(sizes, aligned), dtype=jnp.int32)
+    tile = first[..., None] // block + jnp.arange(overlapped(sizes.SIZE, sizes.BLOCK_K, aligned), dtype=jnp.int32)
     last = jnp.minimum(first + sizes.SIZE, sizes.S) - 1
     row = jnp.arange(sizes.B, dtype=jnp.int32)[:, None] * sizes.K + jnp.arange(sizes.K, dtype=jnp.int32)
     group = row[:, None, :, None, None] * tiles + tile

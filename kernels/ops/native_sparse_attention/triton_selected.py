@@ -21,7 +21,8 @@ import triton.language as tl
 from kernels.engines.attention.triton_parts import LN2, LOG2E, rows_of, store_rows
 from kernels.framework.work import Work
 from kernels.ops.native_sparse_attention import triton_lists
-from kernels.ops.native_sparse_attention.triton_lists import Lists, Pairs, overlapped
+from kernels.ops.native_sparse_attention.blocks import overlapped
+from kernels.ops.native_sparse_attention.triton_lists import Lists, Pairs
 from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of, queries_of, rows_of_tile
 from kernels.toolchains.triton import triton_launch
 
@@ -275,7 +276,7 @@ def backward(
         grid=(count,),
         O=dataclasses.replace(sizes, BLOCK_Q=queries_of(rows, sizes.N // sizes.K, rows)),
         GROUPS=groups,
-        OVERLAP=overlapped(sizes, aligned),
+        OVERLAP=overlapped(sizes.SIZE, sizes.BLOCK_K, aligned),
         PART=triton_lists.PART,
         num_warps=cfg.backward_num_warps,
         num_stages=cfg.backward_num_stages,

@@ -12,6 +12,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kernels.ops.native_sparse_attention.blocks import power
+
 # The minimum number of rows, and of columns, of a product.
 LEAST = 16
 
@@ -51,10 +53,6 @@ class Sizes:
     @property
     def key_tiles(self) -> int:
         return -(-self.S // self.BLOCK_K)
-
-
-def power(n: int, least: int = 1) -> int:
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def queries_of(rows: int, group: int, most: int) -> int:
