@@ -173,6 +173,13 @@ def test_launches_of_a_forward_have_several_heads_side_by_side():
     assert [groups_of(64, 32, 8, forward) for forward in (True, False)] == [2, 2], "few tiles"
 
 
+@pytest.mark.parametrize(("tokens", "part", "side"), [(8192, 0, 32), (32768, 8, 8), (32768, 0, None)])
+def test_few_blocks_have_all_heads_side_by_side(tokens, part, side):
+    """So that the longest of all come first; of many the caches decide."""
+    call = SimpleNamespace(options={"B": 1, "T": tokens, "N": 32, "PART": part})
+    assert triton_hops._side_by_side(call) == side
+
+
 def test_groups_of_gathered_keys_divide_their_heads():
     how = {"mesh": make_mesh(sp=2), "order": "contiguous", "causal": True}
     arrays = floats(64, 16, 16)

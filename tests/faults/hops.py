@@ -232,6 +232,13 @@ FAULTS = (
         f"{IN_PLACE} -k several_heads_side_by_side",
     ),
     Fault(
+        "gathered keys: eight heads of a launch run side by side",
+        "triton_hops:_side_by_side",
+        "$heads if $blocks <= FEW * MULTIPROCESSORS else None",
+        "None",
+        f"{IN_PLACE} -k few_blocks",
+    ),
+    Fault(
         "gathered keys: tiles lie as they came",
         "gathered:Gathered.table",
         "np.argsort($positions[:, ::$tile].reshape(-1))",
