@@ -174,6 +174,14 @@ def test_on_a_mesh_each_device_quantises_what_it_multiplies(function, axes):
     close(got, by_numpy(*batch, "fp8_block"))
 
 
+@pytest.mark.parametrize(("axis", "count"), [("dp", 3), ("tp", 4)])
+def test_a_sum_computes_its_logits_once_unless_the_vocabulary_is_split(axis, count):
+    mesh = make_mesh(**{axis: 2}, devices=jax.devices()[:2])
+    run = jax.jit(functools.partial(sums, precision="fp8_block", mesh=mesh))
+    text = run.lower(*arrays(length=128, vocabulary=512)).as_text()
+    assert text.count("call @scaled_matmul") == count
+
+
 def test_over_fsdp_the_matrix_is_gathered_in_8_bits():
     mesh, layout = make_mesh(fsdp=2, devices=jax.devices()[:2]), current_layout()
     x, w, targets = arrays(length=128, width=256, vocabulary=512)
