@@ -32,7 +32,7 @@ from kernels.framework.dispatch import vary_alike
 from kernels.ops.cross_entropy import LossSums, TokenLosses, logits_op, terms_of_tokens, token_losses
 from kernels.ops.scaled_matmul import SCALINGS
 
-BLOCK = 2**28  # logits of a block: 512 MiB in bfloat16
+BLOCK = 2**28  # logits of a block, 512 MiB in bfloat16; twice as many where each block's product is added to a sum
 WAITING = 2**31  # bytes of cotangents that wait for one product
 
 
@@ -45,8 +45,11 @@ class _How(NamedTuple):
 
 def sizes(tokens: int, vocabulary: int, precision: str) -> tuple[int, int]:
     """Returns (tokens of a block, blocks whose cotangents wait for one product)."""
-    rows = -(-rows_of_block(tokens, vocabulary, BLOCK) // 128) * 128
-    if SCALINGS[PRECISIONS[precision].scaling].a[1] is None:
+    alone = SCALINGS[PRECISIONS[precision].scaling].a[1] is None
+    # Each product that is added to the sum reads and writes it: with 4,096 tokens of 8B in a block, in place of 2,048, its head
+    # takes 52.5 ms with scales of rows on an H200, in place of 57.3. With scales of blocks both take 52.
+    rows = -(-rows_of_block(tokens, vocabulary, 2 * BLOCK if alone else BLOCK) // 128) * 128
+    if alone:
         return rows, 1
     return rows, max(1, min(-(-tokens // rows), WAITING // (vocabulary * rows)))
 

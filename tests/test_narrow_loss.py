@@ -153,7 +153,7 @@ def test_without_a_z_loss_the_cross_entropy_alone_has_the_gradient_of_the_total(
 def test_many_blocks_of_tokens_have_the_numbers_of_one(precision, waiting, monkeypatch):
     """2,500 tokens are 3 blocks, whose cotangents wait for one product by two, or one by one; the last is not whole."""
     x, w, targets = arrays(batch=1, length=2500, vocabulary=256)
-    monkeypatch.setattr(narrow_loss, "BLOCK", 2**18)
+    monkeypatch.setattr(narrow_loss, "BLOCK", 2**17)
     # Of rows none may wait, however many could: a row's scale is of all tokens that a product adds up.
     monkeypatch.setattr(narrow_loss, "WAITING", (2 if precision == "fp8_row" else waiting) * 256 * 1024)
     assert narrow_loss.sizes(2500, 256, precision) == (1024, waiting)
