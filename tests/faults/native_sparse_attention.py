@@ -188,7 +188,7 @@ FAULTS = (
         "pallas_choice:choice_kernel",
         "$average[$rows] = $x",
         "",
-        OF_PALLAS + " -k equal_weights",
+        OF_PALLAS + " -k several_tiles",
     ),
     Fault(
         "on TPUs weights of heads are averaged before they are divided by their sums",
@@ -216,6 +216,6 @@ FAULTS = (
         "pallas_lists:tables",
         "jnp.minimum($what.position, $o.S - 1)",
         "$what.position",
-        "tests/kernels/test_native_sparse_attention_parts.py -k pallas",
+        OF_PALLAS + " -k after_all_keys",
     ),
 )

@@ -10,7 +10,13 @@ from grid import error
 from test_native_sparse_attention_triton import RNG, arrays, check, largest_at, starts_of
 
 from kernels.framework.interpret import interpret
-from kernels.ops.native_sparse_attention import NativeSparseConfig, native_sparse_attention, op, pallas_lists
+from kernels.ops.native_sparse_attention import (
+    NativeSparseConfig,
+    native_sparse_attention,
+    op,
+    pallas_lists,
+    selected_op,
+)
 from kernels.toolchains.simulate import ahead_of_time as checks
 
 # A ring that is used many times, and products of several tiles.
@@ -61,6 +67,16 @@ def test_tokens_that_no_query_of_a_tile_reads_are_not_touched():
     with interpret():
         got = op(**arguments | spoiled, platform="pallas", cfg=PLAIN)
     assert error(got, wanted) < 3e-6
+
+
+def test_queries_after_all_keys_read_what_there_is_of_a_block():
+    """Keys end in the middle of a block, and what fills their last tile is none of it."""
+    arguments = {n: x[:, :12] if n != "query" else x for n, x in arrays(16, (4, 2)).items()}
+    arguments |= {"block_indices": indices_of(16, 2, 3, 2), "q_start": np.int32(12), "block_size": 8}
+    wanted = selected_op.function(**arguments)
+    with interpret():
+        got = selected_op(**arguments, platform="pallas", cfg=PLAIN)
+    assert all(error(np.maximum(a, -1e3), np.maximum(b, -1e3)) < 3e-6 for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.mark.slow
