@@ -273,7 +273,8 @@ class Halo(Scheme):
     """For windows and chunks: a rank gets the keys just before each of its runs of consecutive tokens from the ranks that hold
     them, and makes one attention over those and its own.
 
-    Calls whose mask sets no such limit, and orders in stripes, take the scheme `otherwise`.
+    Calls whose mask sets no such limit, stripes that are shorter than the window over all other ranks, and more of them than
+    256 a rank take the scheme `otherwise`.
     """
 
     otherwise: Scheme = Ring()
