@@ -273,8 +273,8 @@ class Halo(Scheme):
     """For windows and chunks: a rank gets the keys just before each of its runs of consecutive tokens from the ranks that hold
     them, and makes one attention over those and its own.
 
-    Calls whose mask sets no such limit, stripes that are shorter than the window over all other ranks, and more of them than
-    256 a rank take the scheme `otherwise`.
+    Three kinds of calls take the scheme `otherwise`: those whose mask sets no such limit, those of more than 256 stripes a
+    rank, and those whose window reaches back to a rank's own stripe before.
     """
 
     otherwise: Scheme = Ring()
