@@ -149,15 +149,29 @@ def test_without_a_z_loss_the_cross_entropy_alone_has_the_gradient_of_the_total(
         assert got[1] == 0
 
 
-@pytest.mark.parametrize(("precision", "waiting"), [("fp8_block", 2), ("fp8_block", 1), ("fp8_row", 1)])
-def test_many_blocks_of_tokens_have_the_numbers_of_one(precision, waiting, monkeypatch):
-    """2,500 tokens are 3 blocks, whose cotangents wait for one product by two, or one by one; the last is not whole."""
+@pytest.mark.parametrize("precision", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize("vocabulary", [50304, 128256, 151936, 262144])
+def test_few_rows_are_no_tokens(vocabulary, precision):
+    for tokens in (8192, 12288, 16384, 24576, 32768, 65536):
+        rows, together = narrow_loss.sizes(tokens, vocabulary, precision)
+        whole = -(-tokens // (rows * together)) * rows * together
+        assert tokens <= whole <= 1.07 * tokens, (tokens, rows, together)
+        assert (
+            rows * vocabulary <= 2.2 * narrow_loss.BLOCK and rows * together * vocabulary <= 1.1 * narrow_loss.WAITING
+        )
+
+
+@pytest.mark.parametrize(
+    ("precision", "waiting", "rows"), [("fp8_block", 2, 640), ("fp8_block", 1, 896), ("fp8_row", 1, 896)]
+)
+def test_many_blocks_of_tokens_have_the_numbers_of_one(precision, waiting, rows, monkeypatch):
+    """2,500 tokens are 3 blocks, or 4 where cotangents wait for one product by two; the last is not whole."""
     x, w, targets = arrays(batch=1, length=2500, vocabulary=256)
     monkeypatch.setattr(narrow_loss, "BLOCK", 2**17)
     # Of rows none may wait, however many could: a row's scale is of all tokens that a product adds up.
     monkeypatch.setattr(narrow_loss, "WAITING", (2 if precision == "fp8_row" else waiting) * 256 * 1024)
-    assert narrow_loss.sizes(2500, 256, precision) == (1024, waiting)
-    wanted = by_numpy(x, w, targets, precision, rows=1024 if precision == "fp8_row" else None)
+    assert narrow_loss.sizes(2500, 256, precision) == (rows, waiting)
+    wanted = by_numpy(x, w, targets, precision, rows=rows if precision == "fp8_row" else None)
     close(jax.jit(functools.partial(sums, precision=precision))(x, w, targets), wanted)
     if waiting == 2:
         close(jax.jit(functools.partial(losses, precision=precision))(x, w, targets), wanted)
