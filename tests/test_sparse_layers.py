@@ -33,6 +33,8 @@ from ejdist.training.attended import Attended
 from ejdist.training.flops import step_flops
 from ejdist.training.loop import train
 from ejdist.training.program import make_program
+from kernels.framework.work import nbytes
+from kernels.ops.native_sparse_attention import op as sparse_op
 from recipes.schema import compose
 
 PART = parts.PARTS["sparse_attention"]
@@ -243,6 +245,20 @@ def test_texts_are_those_of_the_full_forward():
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+def test_plans_count_what_kernels_keep(backend):
+    """What a forward keeps for its backward is as large as the backend declares; tables are in the peak of TPUs alone."""
+    c, T = config(sparse=SparseShape(4, 3, 5)), 64
+    arrays = {n: jax.ShapeDtypeStruct((2, T, h, 6), "bfloat16") for n, h in (("query", 4), ("key", 2), ("value", 2))}
+    arrays |= {n: jax.ShapeDtypeStruct((2, T, 4), "bfloat16") for n in ("g_cmp", "g_slc", "g_swa")}
+    call = sparse_op.bind(**arrays, block_size=4, num_blocks=3, window=5)
+    kept = nbytes(*sparse_op.backends[backend].keeps(call, None).values())
+    on = Share(2 * T, 2, T, REMAT["none"], Ring(), Order("contiguous", 1), dispatch_named(LOCAL))
+    made = PART.memory(c, on)
+    assert (made.gpu_rest if backend == "triton_gpu" else made.tpu_rest) == kept > 0
+    assert made.tpu_work - (made.gpu_work - kept) == 4 * 2 * T * 4 * 16
 
 
 def test_flops_are_of_what_is_read():

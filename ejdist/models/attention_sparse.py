@@ -23,8 +23,7 @@ from ejdist.sequence.cost import chunks_of_documents
 from kernels.engines.attention.masks import MaskInfo, window_of
 
 BRANCHES = 3  # each with a gate: compressed, selected, sliding
-# Numbers in float32 that XLA gathers for the queries of a chunk, and arrays as large of a backward: what it read, the gradient.
-GATHERED, ARRAYS = 2**26, 2
+TABLE_ROWS = 8  # of the kernels on TPUs, beside a row for each block
 # Arrays of the size of a buffer of blocks at the height of a backward: what is sent and came, of two passes, and gradients.
 RECEIVED = 8
 
@@ -97,10 +96,9 @@ class SparseAttention(Attention):
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32; or those of a rank
-        and before it, and a buffer of blocks. On TPUs, what XLA
-        gathers for a chunk of queries; on GPUs what kernels keep, which is the result and the lse of each branch and the chosen
-        blocks; gradients of queries in float32, of both branches that flash attention computes and their sum; and a branch's
-        cotangent and gradient."""
+        and before it, and a buffer of blocks. Of kernels what they keep, which is the result and the lse of each branch and the
+        chosen blocks; gradients of queries in float32, of both branches that flash attention computes and their sum; and a
+        branch's cotangent and gradient. On TPUs queries have tables beside them, of what each row reads (`kernels`' README)."""
         m, shape = c.sparse, self._shape(c, share)
         alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
         gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
@@ -109,21 +107,21 @@ class SparseAttention(Attention):
         if share.sequence > 1 and share.scheme.blocks is not None:
             whole = int((2 + RECEIVED * share.scheme.blocks) * (shape.key + shape.value))
             sums = 2 * (4 * shape.query // share.itemsize)  # of the passes and of one of them
-        tokens, blocks = min(m.num_blocks * m.block_size, share.length), share.length // m.block_size
-        of_keys, of_queries = shape.kv_heads * 2 * c.head_dim * tokens, shape.heads * (tokens + blocks + m.window)
-        chunk = 4 * ARRAYS * min(GATHERED, share.tokens * (of_keys + of_queries))
         kept = (
             BRANCHES * (shape.out + 4 * share.tokens * shape.heads) + 4 * share.tokens * shape.kv_heads * m.num_blocks
         )
+        kernels = 3 * (4 * shape.query // share.itemsize) + shape.out + shape.query
+        tables = 4 * share.tokens * shape.heads * (-(-m.num_blocks // 8) * 8 + TABLE_ROWS)
         return replace(
             alone,
             saved=0,
             products=alone.products + gates,
             rest=alone.rest + gates + (whole if share.sequence > 1 else 0),
             work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize + sums,
-            tpu_work=alone.tpu_work + chunk,
+            tpu_rest=alone.tpu_rest + kept,
+            tpu_work=alone.tpu_work + kernels + tables,
             gpu_rest=alone.gpu_rest + kept,
-            gpu_work=alone.gpu_work + kept + 3 * (4 * shape.query // share.itemsize) + shape.out + shape.query,
+            gpu_work=alone.gpu_work + kept + kernels,
         )
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
