@@ -229,9 +229,21 @@ _sums.defvjp(_sums_forward, _sums_backward, symbolic_zeros=True)
 # -- on a mesh ---------------------------------------------------------------------------------------------------------
 
 
-def _on_mesh(of_shard: Callable, hidden: Any, lm_head: Narrow, targets: Any, mesh: Any, summed: bool) -> Any:
+def _check(name: str, hidden: Any, lm_head: Narrow, targets: Any) -> None:
+    """Raises ValueError where shapes do not fit, as the loss of a wide projection does."""
+    wanted = {
+        "targets": (targets.shape, hidden.shape[:-1], ""),
+        "lm_head": (lm_head.values.shape[:1], hidden.shape[-1:], " and the vocabulary"),
+    }
+    for argument, (shape, needed, more) in wanted.items():
+        if shape != needed:
+            raise ValueError(f"{name}: argument {argument!r} must have shape {needed}{more}, got {shape}{more}")
+
+
+def _on_mesh(name: str, of_shard: Callable, hidden: Any, lm_head: Narrow, targets: Any, mesh: Any, summed: bool) -> Any:
     """Returns `of_shard(x [M, D], matrix, blocks, targets [M], axes of the vocabulary)` of every device's tokens: arrays of
     tokens, or what is summed over them."""
+    _check(name, hidden, lm_head, targets)
     if isinstance(mesh, jax.sharding.Mesh):
         check_device(lm_head.precision, mesh.devices.flat[0])
     dims_x, dims_w, dims = ["B", "T", "D"], ["D", "V"], ["B", "T"]
@@ -251,6 +263,11 @@ def _on_mesh(of_shard: Callable, hidden: Any, lm_head: Narrow, targets: Any, mes
     def placed(names: list[str], shape: tuple[int, ...]) -> Any:
         return spec(names, axes, shape=shape, mesh=here, what="activation")
 
+    if over := tuple(axes_in(placed(["D"], hidden.shape[-1:]))):
+        raise ValueError(
+            f"{name}: argument 'hidden' has dim D split over {', '.join(over)}, but this operation needs it whole; gather it "
+            "first"
+        )
     tokens, split = (
         tuple(axes_in(s)) for s in (placed(dims, targets.shape), placed(["V"], (lm_head.values.shape[1],)))
     )
@@ -288,7 +305,7 @@ def narrow_loss_sums(
       platform: backend of what is made of logits; None: the fastest, which products take in any case.
 
     Raises:
-      ValueError: the device has no kernel for such products.
+      ValueError: shapes do not fit, D is split, or the device has no kernel for such products.
     """
     how = _How(lm_head.precision, logits_soft_cap, float(z_loss), platform)
 
@@ -300,7 +317,7 @@ def narrow_loss_sums(
         loss, z, counted = map(jnp.sum, terms)
         return loss + z, loss, z, counted
 
-    return LossSums(*_on_mesh(of_shard, hidden, lm_head, targets, mesh, summed=True))
+    return LossSums(*_on_mesh("fused_loss_sums", of_shard, hidden, lm_head, targets, mesh, summed=True))
 
 
 def narrow_token_losses(
@@ -320,4 +337,4 @@ def narrow_token_losses(
         outputs, size = _of_all(x, matrix, blocks, targets, vocabulary, how)
         return token_losses(*outputs, targets=targets, vocabulary=size, z_loss=how.z_loss)
 
-    return _on_mesh(of_shard, hidden, lm_head, targets, mesh, summed=False)
+    return _on_mesh("fused_token_losses", of_shard, hidden, lm_head, targets, mesh, summed=False)

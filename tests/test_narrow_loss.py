@@ -13,7 +13,7 @@ from kernel_names import names_of_kernels
 from test_precision import calls, gathered_bytes, off, rounded
 
 from ejdist import bind_ops, make_mesh, narrow_loss
-from ejdist.layout import current_layout, sharding
+from ejdist.layout import current_layout, set_layout, sharding
 from ejdist.mesh import mesh_shape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.parameters import initialise
@@ -322,3 +322,33 @@ def test_a_run_says_that_losses_multiply_in_8_bits():
 def test_what_cannot_be_is_refused_by_name(keys, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(CONFIG, precision_head=True, **keys).build()
+
+
+@pytest.mark.parametrize("name", ["fused_loss_sums", "fused_token_losses"])
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"targets": (2, 4)}, r"{name}: argument 'targets' must have shape \(2, 8\), got \(2, 4\)"),
+        ({"targets": (8, 2)}, r"{name}: argument 'targets' must have shape \(2, 8\), got \(8, 2\)"),
+        (
+            {"matrix": (300, 128)},
+            r"{name}: argument 'lm_head' must have shape \(128,\) and the vocabulary, got \(300,\)",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_name(name, shapes, message):
+    shapes = {"hidden": (2, 8, 128), "matrix": (128, 300), "targets": (2, 8)} | shapes
+    head = Narrow(jnp.ones(shapes["matrix"]), "fp8_block")
+    with pytest.raises(ValueError, match=message.format(name=name)):
+        getattr(bind_ops(None), name)(jnp.ones(shapes["hidden"]), head, jnp.zeros(shapes["targets"], jnp.int32))
+
+
+def test_a_layout_that_splits_the_width_is_refused():
+    x, w, targets = arrays(length=8)
+    with (
+        set_layout(B="dp", V="tp", D="tp", E=(), T=()),
+        pytest.raises(
+            ValueError, match="'hidden' has dim D split over tp, but this operation needs it whole; gather it first"
+        ),
+    ):
+        bind_ops(make_mesh(dp=2, tp=2, devices=jax.devices()[:4])).fused_loss_sums(x, Narrow(w, "fp8_block"), targets)

@@ -16,7 +16,7 @@ from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from ejdist.layout import set_layout
 from ejdist.operations import bind_ops
 from ejdist.order import Order
-from ejdist.sequence import GroupCast, sparse_blocks
+from ejdist.sequence import GroupCast, Halo, sparse_blocks
 from ejdist.sequence.cost import attention_shape
 from ejdist.sequence.group_cast import capacity
 from ejdist.sequence.native_sparse import BLOCKS, Exchange
@@ -220,8 +220,12 @@ def test_what_is_refused():
         ValueError, match=r"'exchange' = 'blocks' is for queries of all tokens.* 4 on a rank for 8 keys"
     ):
         call(**three | {"query": arrays["query"][:, :16]}, block_size=4)
-    with pytest.raises(ValueError, match=r"'exchange' = 'ring' is unknown; use 'gather' or 'blocks'"):
+    with pytest.raises(ValueError, match=r"'exchange' = 'ring' is unknown; use 'gather', 'blocks' or an Exchange"):
         call(**three, exchange="ring")
+    for other in (3, True, ["blocks"]):
+        with pytest.raises(ValueError, match="'exchange' = .* is unknown; use 'gather', 'blocks' or an Exchange"):
+            call(**three, exchange=other)
+    assert Halo(GroupCast(0.25)).blocks == 0.25, "a halo is of windows, and sparse layers have none of their own"
     with pytest.raises(ValueError, match=r"'buffer' = 0 of an Exchange must be a number above 0"):
         Exchange(BLOCKS, 0)
     alone = ejdist.native_sparse_attention(**three, block_size=3, exchange=BLOCKS)  # without a mesh nothing travels

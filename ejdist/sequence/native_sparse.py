@@ -39,7 +39,8 @@ _KEYS = ("key", "value", "starts")  # what is gathered; starts are in the order 
 GATHER, BLOCKS = "gather", "blocks"
 _DOC = """
       exchange: what travels where the sequence is split. "gather": the keys and values of all ranks; "blocks": the means of all
-        blocks, and the blocks that a rank's queries select, in passes of `buffer` times a rank's own tokens. Default: "gather".
+        blocks, and the blocks that a rank's queries select, in passes of half of a rank's own tokens; of `buffer` times these
+        by `ejdist.sequence.native_sparse.Exchange("blocks", buffer)`. Default: "gather".
 """
 
 
@@ -56,7 +57,9 @@ class Exchange:
 
     def __post_init__(self) -> None:
         if self.name not in (GATHER, BLOCKS):
-            raise ValueError(f"{_NAME}: argument 'exchange' = {self.name!r} is unknown; use {GATHER!r} or {BLOCKS!r}")
+            raise ValueError(
+                f"{_NAME}: argument 'exchange' = {self.name!r} is unknown; use {GATHER!r}, {BLOCKS!r} or an Exchange"
+            )
         if not 0 < self.buffer < math.inf:
             raise ValueError(
                 f"{_NAME}: argument 'buffer' = {self.buffer!r} of an Exchange must be a number above 0: the tokens of others "
@@ -156,18 +159,23 @@ class _NativeSparse(ShardedFunction):
         self.__doc__ = (self.__doc__ or "").rstrip() + _DOC
 
     def __call__(self, *args: Any, exchange: str | Exchange | None = None, **kwargs: Any) -> Any:
-        function = self if exchange is None else over_ranks(exchange)
+        function = self if exchange is None else over_ranks(_named(exchange))
         return ShardedFunction.__call__(function, *args, **_of_text(kwargs))
 
     def with_stored_weights(self, *args: Any, exchange: str | Exchange | None = None, **kwargs: Any) -> Any:
-        function = self if exchange is None else over_ranks(exchange)
+        function = self if exchange is None else over_ranks(_named(exchange))
         return ShardedFunction.with_stored_weights(function, *args, **_of_text(kwargs))
 
 
 @functools.lru_cache(maxsize=64)
-def over_ranks(by: str | Exchange) -> _NativeSparse:
-    """Returns `native_sparse_attention` on sharded arrays, by what travels: `Exchange()` or the name of one."""
-    return _NativeSparse(Exchange(by) if isinstance(by, str) else by)
+def over_ranks(by: Exchange) -> _NativeSparse:
+    """Returns `native_sparse_attention` on sharded arrays, by what travels."""
+    return _NativeSparse(by)
+
+
+def _named(exchange: Any) -> Exchange:
+    """Returns what travels, from the argument of a call. Raises ValueError where it is neither a name nor an `Exchange`."""
+    return exchange if isinstance(exchange, Exchange) else Exchange(exchange)
 
 
 def _of_text(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -185,4 +193,4 @@ def _of_text(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"segment_ids": order.inverse(ids)}
 
 
-native_sparse_attention = over_ranks(GATHER)
+native_sparse_attention = over_ranks(Exchange())

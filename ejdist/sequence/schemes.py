@@ -290,6 +290,10 @@ class Halo(Scheme):
         call = halo.HaloCall.of(local)
         return self.otherwise.backward(local, saved) if call is None else halo.backward(call, saved)
 
+    @property
+    def blocks(self) -> float | None:  # pyrefly: ignore[bad-override]
+        return self.otherwise.blocks
+
     def takes_sinks(self, local: Local) -> bool:
         return halo.HaloCall.of(local) is not None or self.otherwise.takes_sinks(local)
 
