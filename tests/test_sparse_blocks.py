@@ -223,7 +223,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"'exchange' = 'ring' is unknown; use 'gather', 'blocks' or an Exchange"):
         call(**three, exchange="ring")
     for other in (3, True, ["blocks"]):
-        with pytest.raises(ValueError, match="'exchange' = .* is unknown; use 'gather', 'blocks' or an Exchange"):
+        with pytest.raises(ValueError, match=r"'exchange' = .* is unknown; use 'gather', 'blocks' or an Exchange"):
             call(**three, exchange=other)
     assert Halo(GroupCast(0.25)).blocks == 0.25, "a halo is of windows, and sparse layers have none of their own"
     with pytest.raises(ValueError, match=r"'buffer' = 0 of an Exchange must be a number above 0"):
