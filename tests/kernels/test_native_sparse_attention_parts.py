@@ -38,6 +38,9 @@ CALLS = {
     "after fewer keys than queries": ARRAYS
     | {n: ARRAYS[n][:, :12] for n in ("key", "value")}
     | {"block_indices": NAMED % 3, "q_start": np.int32(12)},
+    "after keys that end within a block": ARRAYS
+    | {n: ARRAYS[n][:, :10] for n in ("key", "value")}
+    | {"block_indices": NAMED % 3, "q_start": np.int32(12)},
 }
 
 

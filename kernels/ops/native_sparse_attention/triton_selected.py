@@ -38,7 +38,8 @@ def _entry(union_ptr, members_ptr, row, n, q, position, O: tl.constexpr):
     inside = n % O.PARTS * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
     keys = first + inside
     reads = ((members >> q) & 1) != 0
-    return keys, reads[:, None] & (inside < O.SIZE)[None, :] & (keys[None, :] <= position[:, None])
+    last = tl.minimum(position, O.S - 1)  # queries may be after all keys, which may end within a block
+    return keys, reads[:, None] & (inside < O.SIZE)[None, :] & (keys[None, :] <= last[:, None])
 
 
 @triton.jit

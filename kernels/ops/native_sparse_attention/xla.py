@@ -176,7 +176,8 @@ def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.A
     named = (blocks >= 0) & (begin >= 0) & (blocks <= (position[:, None] - begin) // size)
     first = begin + jnp.where(named, blocks, 0) * size
     place = first[..., None] + jnp.arange(size)
-    sees_selected = (named[..., None] & (place <= position[:, None, None]))[:, :, None]
+    last = jnp.minimum(position, static.length - 1)  # queries may be after all keys, which may end within a block
+    sees_selected = (named[..., None] & (place <= last[:, None, None]))[:, :, None]
     rows = front + jnp.where(named, first, 0)
     rows = rows.reshape(*rows.shape[:2], -1)
 
