@@ -137,7 +137,7 @@ def bind_ops(
         },
     }
     # Where nothing is exchanged nothing runs beside an exchange.
-    axes = options.get("axes") or current_layout().activations["E"]
+    axes = options.get("axes") or current_layout().activations.get("E", ())
     exchanged = mesh is not None and any(mesh.shape.get(a, 1) > 1 for a in axes)
     overlap = options.get("overlap", NONE) if exchanged else NONE
     functions["halved"] = functools.partial(halved, mesh=mesh, overlap=overlap)

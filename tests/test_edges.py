@@ -97,6 +97,12 @@ def test_an_axis_on_two_dims_of_a_call_is_refused_and_in_a_layout_yields():
         close(ejdist.gated_mlp(X, *MLP, mesh=Mesh(jax.devices()[:2], ("data",))), kernels.gated_mlp(X, *MLP))
 
 
+def test_a_layout_that_names_no_axis_of_experts():
+    with set_layout(B="data"):
+        ops = ejdist.bind_ops(Mesh(jax.devices()[:2], ("data",)), experts={"overlap": "halves"})
+        assert len(ops.halved(X)) == 1, "nothing is exchanged"
+
+
 def test_stored_weights_that_share_an_axis_with_the_rows_are_gathered_on_explicit_axes():
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     specs = (P("x"), P(None, "x"), P("x"), P("x"))
