@@ -73,7 +73,7 @@ def test_the_numbers_of_one_device(ranks, order, name):
 
 @pytest.mark.parametrize("order", ["striped", pytest.param("zigzag", marks=pytest.mark.slow)])
 def test_between_groups_of_ranks_that_exchange_heads(order):
-    """Groups of zigzag ranks have runs, and a halo; those of striped ranks, whose positions no order names, a ring."""
+    """Groups of ranks have runs, in a zigzag and in stripes, and a halo between them."""
     made, mask = made_of(order, 8), masks(8)["packed_more"]
     halo = functools.partial(ring_attention, mesh=TWO_AXES, axis_name=("a", "b"), order=made, scheme=Ulysses(Halo()))
     assert_close(outputs_and_gradients(halo, made, mask), on_one_device(8, "packed_more"), order)

@@ -153,8 +153,7 @@ class HaloCall:
         """
         static, order = local.static, local.static.order
         tokens, reach = local.query.shape[1], static.reach
-        # What groups of striped ranks have, positions say.
-        if reach is None or local.mask.q_positions is not None or len(static.hops) == 1 or not local.is_flash:
+        if reach is None or len(static.hops) == 1 or not local.is_flash:
             return None
         if not has_runs(order, length := tokens * local.ranks, reach):
             return None

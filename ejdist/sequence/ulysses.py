@@ -62,7 +62,14 @@ class Exchange:
         whole, mine = (mask, mask) if order.shards == 1 else of_all_ranks(mask, order, static.axis)
         work = work_of(static, length // order.shards, whole)
         frame = replace(local, static=static, mask=whole, own_mask=mine, work=work)
-        needed = needed_of(frame) if order.shards > 1 and between.counts_hops(frame) else None
+        # Asked of as many tokens as a rank has after the exchange.
+        after: dict[str, Any] = {
+            n: jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * ranks, *x.shape[2:]), x.dtype)
+            for n, x in arrays.items()
+            if x.ndim > 2
+        }
+        asked = replace(frame, own={n: after.get(n, x) for n, x in frame.own.items()}, keys=after)
+        needed = needed_of(frame) if order.shards > 1 and between.counts_hops(asked) else None
         return cls(arrays, replace(frame, needed=needed), way)
 
     def groups(self, saved: Arrays) -> Iterator[tuple[Local, Arrays, Callable[[jax.Array], None]]]:

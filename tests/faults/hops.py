@@ -456,10 +456,10 @@ FAULTS = (
         f"{HALO} -k 'far or is_sent'",
     ),
     Fault(
-        "groups of striped ranks are taken to have runs",
-        "HaloCall.of",
-        "$local.mask.q_positions is not None",
-        "False",
+        "groups of ranks are asked for their hops by the tokens before the exchange",
+        "ulysses:Exchange.of",
+        "$x.shape[1] * $ranks",
+        "$x.shape[1]",
         f"{HALO} -k groups",
     ),
     Fault(
