@@ -44,8 +44,8 @@ class _How(NamedTuple):
 
 
 def sizes(tokens: int, vocabulary: int, precision: str) -> tuple[int, int]:
-    """Returns (tokens of a block, blocks whose cotangents wait for one product). All parts have as many blocks, and all blocks
-    as many rows, those that are no tokens multiplied with the others: no more parts than needed, then blocks, then rows."""
+    """Returns (tokens of a block, blocks whose cotangents wait for one product). Blocks are of one size, the last one
+    padded: the smallest size that needs no more blocks, so that little padding is multiplied."""
     alone = SCALINGS[PRECISIONS[precision].scaling].a[1] is None
     # Each product that is added to the sum reads and writes it: with 4,096 tokens of 8B in a block, in place of 2,048, its head
     # takes 52.5 ms with scales of rows on an H200, in place of 57.3. With scales of blocks both take 52.

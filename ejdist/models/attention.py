@@ -44,7 +44,7 @@ def _told(part: Part, lse: jax.Array, ctx: LayerContext) -> Metrics:
 
 
 def _of_layers(part: Part, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Returns the largest of each layer's heads, if they are told."""
+    """Returns the largest logit of each layer, over its heads, where layers report them."""
     told = numbers.get(f"{part.name}/{LARGEST_LOGITS}")
     return {} if told is None else {f"{part.name}/largest_logit": jnp.max(told, axis=1)}
 

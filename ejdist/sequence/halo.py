@@ -32,7 +32,7 @@ _TILE = 128
 
 @dataclass(frozen=True)
 class Piece:
-    """What ranks send for the halo: the last tokens of runs of theirs, to ranks of which runs begin so many runs later.
+    """One transfer of the halo: the last tokens of some of the sender's runs, which lie before runs of the receiver.
 
     Attributes:
       run, source: the first of a rank's runs that it is for, and of the sender's that it is of. count: how many, one after

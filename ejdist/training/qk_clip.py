@@ -26,8 +26,11 @@ from ejdist.models.stack import parts_of
 
 
 def check_clip(tau: float, c: Any, keys: int) -> None:
-    """Raises ValueError for a model whose logits `optimizer.qk_clip` does not bound, of rows of at most so many keys, naming
-    the key and the remedy."""
+    """Raises ValueError for a model whose logits `optimizer.qk_clip` cannot bound; names the key and the remedy.
+
+    Args:
+      keys: the most that a query sees.
+    """
     start, parts = f"optimizer.qk_clip = {tau}", parts_of(c) if isinstance(c, DecoderShape) else {}
     if not any(part.logit_scales(c) for part in parts.values()):
         raise ValueError(f"{start}: no layer of model.layer_pattern has logits that it could bound; give null")

@@ -102,7 +102,7 @@ def _seen(o: Sizes, table: Any, tile: Any, nowhere: Any = 0) -> Any:
     """Returns which keys of a tile each row reads, bool [BLOCK_K, rows]; none of a tile that is `BEYOND`."""
     start = tile * o.BLOCK_K
     rest = table[o.named_rows :]
-    # The document's block that the tile begins in began so many keys before it.
+    # A tile may begin inside a block: how many keys of that block come before it.
     before = lax.rem(start, o.SIZE) - rest[OFFSET : OFFSET + 1]
     before = jnp.where(before < 0, before + o.SIZE, before)
     keys = lax.broadcasted_iota(jnp.int32, (o.BLOCK_K, 1), 0)

@@ -128,7 +128,7 @@ def _no_room(sizes: Sizes, call: Call) -> str | None:
     return f"the choice of blocks takes {room >> 20:,} MiB of VMEM, of which there are {VMEM_BYTES >> 20}"
 
 
-# The choice and the selected branch by themselves, for keys that lie on several devices.
+# The choice and the selected branch as operations of their own, for keys that are split over devices.
 
 
 def _sizes_of_choice(query: Any, means: Any, starts: Any, block_size: int, num_blocks: int, scale: Any) -> Sizes:

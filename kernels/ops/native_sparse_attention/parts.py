@@ -1,4 +1,4 @@
-"""The contracts of two parts of native sparse attention, for keys that lie on several devices: which blocks are chosen, by
+"""The contracts of two parts of native sparse attention, for keys that are split over devices: which blocks are chosen, by
 means that came from all of them; and the selected branch over some of the keys, whose results merge by their log-sum-exps."""
 
 from __future__ import annotations

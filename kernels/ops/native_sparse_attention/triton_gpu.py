@@ -95,7 +95,7 @@ def _rejects(call: Call) -> str | None:
     return None if pairs < 2**31 else f"{pairs:,} pairs of queries and blocks are more than int32 counts"
 
 
-# The choice and the selected branch by themselves, for keys that lie on several devices.
+# The choice and the selected branch as operations of their own, for keys that are split over devices.
 
 
 def choice(query, means, starts, q_start, block_size, num_blocks, softmax_scale):

@@ -322,7 +322,7 @@ def _add_slice(total: jax.Array, row: jax.Array, part: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, row, 2)
 
 
-# The choice and the selected branch by themselves, for keys that lie on several devices.
+# The choice and the selected branch as operations of their own, for keys that are split over devices.
 
 
 def choice(query, means, starts, q_start, block_size, num_blocks, softmax_scale):
