@@ -52,7 +52,7 @@ from ejdist.sequence.group_cast import BUFFER
 
 __all__ = ["main", "table"]
 
-FIXED = [name for name in NAMES if name not in CARRIED]  # the orders of a rank by itself
+FIXED = [name for name in NAMES if name not in CARRIED]  # the orders that are measured where none is named
 
 OPTIONS = {
     "documents": "4096", "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "window": 0, "sinks": 0,
@@ -105,12 +105,6 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError(f"ranks = {o['ranks']} must be at least 2, the ranks of the ring that rank is one of")
     if o["rank"]:
         rank.schemes_of(o)
-    of_rows = [name for name in o["orders"].split(",") if name in CARRIED]
-    if o["rank"] not in ("", "all") and of_rows:
-        raise ValueError(
-            f"orders = {o['orders']!r}: {of_rows[0]!r} is another order for each row, and a rank by itself has no row; use "
-            f"{', '.join(FIXED)}, or rank=all, or leave rank out"
-        )
     for tokens in o["tokens"].split(","):
         for name in o["orders"].split(",") if o["ranks"] else ():
             order_named(name, o["ranks"], int(tokens) * o["ranks"], o["stripe"]).check(int(tokens) * o["ranks"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from benchmarks.sequence.calls import NO_IDS, Attention, segment_ids
+from benchmarks.sequence.calls import NO_IDS, Attention, index_of, segment_ids
 from ejdist.documents import ONE
 from ejdist.order import NAMES, Order, order_for
 from kernels.engines.attention.masks import MaskInfo
@@ -17,9 +17,15 @@ def of_ranks(seen: np.ndarray, order: Order) -> np.ndarray:
     return order.of_ranks(seen)
 
 
+def tokens_of(call: Attention, ids: np.ndarray, order: Order) -> np.ndarray:
+    """Returns int32 [ranks, tokens]: which tokens of a row of these segment ids each rank has."""
+    index = index_of(call, ids, order)
+    return (order.indices(len(ids)) if index is None else index[0]).reshape(order.shards, -1)
+
+
 def of_hop(call: Attention, ids: np.ndarray, order: Order, rank: int, hop: int) -> int:
     """Returns the pairs of a rank's queries with the keys that are there at a hop, of one head."""
-    own, kept = (order.positions(r % order.shards, len(ids)) for r in (rank, rank - hop))
+    own, kept = tokens_of(call, ids, order)[[rank, (rank - hop) % order.shards]]
     segments = MaskInfo(q_segment_ids=ids[own][None], kv_segment_ids=ids[kept][None])
     at = MaskInfo(q_positions=own[None], kv_positions=kept[None])
     return visible_pairs(call.rules.combine(segments).combine(at), 1, 1, len(own), len(kept))

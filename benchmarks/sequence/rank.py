@@ -18,16 +18,16 @@ from benchmarks.sequence import calls
 from benchmarks.sequence.alone import Work, of_rank, one_rank
 from benchmarks.sequence.calls import Arrays, Attention, Programs
 from benchmarks.sequence.devices import of, scheme_with, whole, words
-from benchmarks.sequence.pairs import busiest, imbalances, of_hop, of_ranks, order_named
+from benchmarks.sequence.pairs import busiest, imbalances, of_hop, of_ranks, order_named, tokens_of
 from benchmarks.sequence.rows import Rows, median
 from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, wall_seconds
 from ejdist.mesh import SP
 from ejdist.order import Order
-from ejdist.sequence import AllGather, Halo, Ring, Scheme, in_place
+from ejdist.sequence import AllGather, GroupCast, Halo, Ring, Scheme, in_place
 from ejdist.sequence import hops as ring_hops
 from ejdist.sequence.attention import OnShard, local_of, shard_call
 from ejdist.sequence.halo import reach_of
-from ejdist.sequence.local import Local
+from ejdist.sequence.local import KEY_FIELDS, Local
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import SCHEMES
 from kernels.engines.attention.masks import MaskInfo
@@ -38,14 +38,12 @@ HOPS = ("forward", "backward")
 ARRIVE = ("key", "value")
 # Schemes whose rank computes the same with copies of its own keys in the place of others'. Of Ulysses it would have copies of
 # its queries too, and the lse of one rank's.
-KNOWN = (Ring, AllGather, Halo)
+KNOWN = (Ring, AllGather, Halo, GroupCast)
 
 
 def _mask(call: Attention, data: Any, ranks: int) -> MaskInfo:
-    if not call.packed:
-        return call.rules
-    own = of_rank(data["whole"]["kv_segment_ids"], data["rank"], ranks)
-    return call.rules.replace(q_segment_ids=own, kv_segment_ids=own)
+    fields = {n: of_rank(data["whole"][n], data["rank"], ranks) for n in KEY_FIELDS if n in data["whole"]}
+    return call.rules.replace(**fields, **{n.replace("kv_", "q_"): x for n, x in fields.items()})
 
 
 @functools.cache
@@ -166,12 +164,12 @@ def _as_float32(arrays: Arrays) -> Arrays:
 def _over_copies(call: Attention, order: Order, rank: int, ids: np.ndarray, mine: Arrays) -> Arrays:
     """Returns what a rank's programs compute, on one device in float32: its queries over the keys of all ranks, each of which
     has the same ones."""
-    floats, keys = _as_float32(mine), {}
+    floats, keys, index = _as_float32(mine), {}, calls.index_of(call, ids, order)
     for name in ARRIVE:
-        keys[name] = order.inverse(np.tile(floats.pop(name), (1, order.shards, 1, 1)))
-    wanted = calls.reference(call)(floats, keys, _at(call, order.positions(rank, len(ids)), ids))
-    of_ranks = {name: np.split(order.permute(np.asarray(wanted[name])), order.shards, 1) for name in ARRIVE}
-    return wanted | {name: np.sum(x, 0) for name, x in of_ranks.items()}
+        keys[name] = order.inverse(np.tile(floats.pop(name), (1, order.shards, 1, 1)), index=index)
+    wanted = calls.reference(call)(floats, keys, _at(call, tokens_of(call, ids, order)[rank], ids))
+    lie = {name: order.permute(np.asarray(wanted[name]), index=index) for name in ARRIVE}
+    return wanted | {name: np.sum(np.split(x, order.shards, 1), 0) for name, x in lie.items()}
 
 
 def _at(call: Attention, own: np.ndarray, ids: np.ndarray) -> Arrays:
@@ -184,7 +182,7 @@ def checked(call: Attention, order: Order, scheme: Scheme, rank: int, ids: np.nd
     """Returns the largest error of a rank's programs against one device in float32: of the whole, and of a ring's hops."""
     length = len(ids)
     drawn = {name: np.asarray(x) for name, x in calls.draw(call, length).items()}
-    own = order.positions(rank, length)
+    own = tokens_of(call, ids, order)[rank]
     mine = {name: x if name == "softmax_aux" else x[:, own] for name, x in drawn.items()}
     if isinstance(scheme, AllGather) and scheme.head_groups is None and call.kv_heads % 2 == 0:
         scheme = replace(scheme, head_groups=2)  # so few tokens have one
@@ -197,7 +195,7 @@ def checked(call: Attention, order: Order, scheme: Scheme, rank: int, ids: np.nd
 def _hops_checked(call: Attention, order: Order, rank: int, ids: np.ndarray, drawn: Arrays) -> float:
     """Returns the largest error of a ring's hops one after another, and of the gradient of the keys at each, of keys that
     differ from rank to rank."""
-    n, length, own = order.shards, len(ids), order.positions(rank, len(ids))
+    n, length, own, index = order.shards, len(ids), tokens_of(call, ids, order)[rank], calls.index_of(call, ids, order)
     call = replace(call, sinks=False)  # they join after the last hop
     mine = {name: x[:, own] for name, x in drawn.items() if name != "softmax_aux"}
     queries = _as_float32({name: x for name, x in mine.items() if name not in ARRIVE})
@@ -205,7 +203,9 @@ def _hops_checked(call: Attention, order: Order, rank: int, ids: np.ndarray, dra
     wanted = calls.reference(call)(queries, keys, _at(call, own, ids))
 
     data = _data(call, order, rank, ids)
-    data = jax.device_put(data | {"whole": data["whole"] | {name: order.permute(drawn[name]) for name in ARRIVE}})
+    data = jax.device_put(
+        data | {"whole": data["whole"] | {name: order.permute(drawn[name], index=index) for name in ARRIVE}}
+    )
     run, state, made = hop_programs(call, order), begun("forward", mine), hops_made(call, order, length)
     for hop in made:
         state = run["forward"](np.int32(hop), data, mine, state, own=hop == 0)
@@ -217,13 +217,17 @@ def _hops_checked(call: Attention, order: Order, rank: int, ids: np.ndarray, dra
         for name, x in sums.items():
             home[name][(rank - hop) % n] += np.asarray(x)
     got = {"out": np.asarray(state[0]), "query": np.asarray(run["of_query"](data, mine, grads["query"]))}
-    got |= {name: order.inverse(np.concatenate(list(x), axis=1)) for name, x in home.items()}
+    got |= {name: order.inverse(np.concatenate(list(x), axis=1), index=index) for name, x in home.items()}
     return calls.worst_error(got, wanted)
 
 
 def _data(call: Attention, order: Order, rank: int, ids: np.ndarray) -> dict[str, Any]:
-    whole = {"kv_segment_ids": calls.placed(order.permute(ids, 0))} if call.packed else {}
-    return {"rank": np.int32(rank), "whole": whole}
+    index = calls.index_of(call, ids, order)
+    whole = {"kv_segment_ids": calls.placed(order.permute(ids[None], index=index)[0])} if call.packed else {}
+    return {
+        "rank": np.int32(rank),
+        "whole": whole if index is None else whole | {"kv_positions": calls.placed(index[0])},
+    }
 
 
 def number_of(o: dict[str, Any], seen: np.ndarray, order: Order) -> int:

@@ -191,17 +191,12 @@ def _takes(sequence: Any, scheme: str, heads: int, axes: Any) -> bool:
     return made.rejects(heads, axes) is None
 
 
-def _timed() -> list[str]:
-    """Returns the schemes that are searched."""
-    return [name for name, scheme in SCHEMES.items() if scheme.timed]
-
-
 def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidate]:
     """Yields a choice again with its sequence over two axes, with each scheme that has another one over the outer axis, or two
     levels; nothing where either axis is given, or where no layer attends by a scheme."""
     if {f"mesh.{CP}", f"mesh.{SP}"} & {*given} or not by_scheme(s.model):
         return
-    sizes, schemes = of.sizes, (s.sequence.named,) if SCHEME in given else _timed()
+    sizes, schemes = of.sizes, (s.sequence.named,) if SCHEME in given else [*SCHEMES]
     ranks, heads = sizes[CP] * sizes[SP], s.model.num_heads // sizes[TP]
     for inner in (n for n in range(2, ranks) if ranks % n == 0):
         mesh, axes = {**sizes, CP: ranks // inner, SP: inner}, ((CP, ranks // inner), (SP, inner))
@@ -234,7 +229,7 @@ def details(
         HOPS: (BY_BATCH,) if "hops" in options and documents.lengths and section.hops == AUTO else (),
         BUFFER: BUFFERS if tight and "buffer" in options and section.buffer == CHUNKS_AHEAD else (),
         LEVELS: (2,) if "levels" in options and axes[1:] and section.levels == 1 else (),
-        OUTER: tuple(n for n in _timed() if "hops" in options_of(SCHEMES[n]))
+        OUTER: tuple(n for n in [*SCHEMES] if "hops" in options_of(SCHEMES[n]))
         if "outer" in options and axes[1:]
         else (),
     }
@@ -259,7 +254,7 @@ def ways(
     split, heads = bool(axes), s.model.num_heads // sizes[TP]
     open_keys = {key for key, value in ((SCHEME, s.sequence.scheme), (ORDER, s.sequence.order)) if value == AUTO}
     given = {*given} - open_keys
-    schemes = [name for name in _timed() if split and _takes(s.sequence, name, heads, axes)]
+    schemes = [name for name in [*SCHEMES] if split and _takes(s.sequence, name, heads, axes)]
     over = tuple(sizes.get(a, 1) for a in s.experts.axes)
     mixed = has_experts(s.model) and math.prod(over) > 1
     if not by_scheme(s.model):  # all are alike

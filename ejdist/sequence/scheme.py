@@ -29,7 +29,6 @@ class Scheme:
     reads_batch: whether the batch says how often it sends; on GPUs the host then reads that number.
     blocks: the buffer with which native sparse attention sends the blocks that are selected, see `sparse_blocks.py`; None: it
       gathers all keys.
-    timed: whether it has been timed on devices. Plans and `sequence.scheme=auto` never choose one that has not; name it.
     hides: whether its transfers run beside attention. The planner refuses a scheme that does not declare `hides`, `cost` and
       `memory`.
     """
@@ -37,7 +36,6 @@ class Scheme:
     hides: ClassVar[bool]
     all_ids: ClassVar[bool] = True
     reads_batch: ClassVar[bool] = False
-    timed: ClassVar[bool] = True
     latents: ClassVar[str] = NEVER
     blocks: ClassVar[float | None] = None
 

@@ -83,7 +83,7 @@ def choose_pair(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarray
     for name in [s.sequence.scheme] if pinned else SCHEMES:
         one = replace(s, sequence=replace(s.sequence, scheme=name))
         refused = one.sequence.made().rejects(heads, over) is not None
-        if not pinned and (issubclass(SCHEMES[name], Halo) or not SCHEMES[name].timed or refused):
+        if not pinned and (issubclass(SCHEMES[name], Halo) or refused):
             continue  # where a halo is less than a ring, every scheme takes it
         choice = choose(one, mesh, model.flops, segment_ids)
         if peak is None:
