@@ -264,9 +264,9 @@ def test_a_plan_counts_the_chunks_of_documents():
 
 
 def test_auto_takes_it_where_documents_are_few_of_many_ranks():
-    """64 GPUs of several hosts, of whose heads Ulysses has too few, and documents of which some are long: a ring's keys go round,
-    whoever needs them. Not where all are so short that a ring has few hops in contiguous order, nor on one host, where a GPU's
-    host would wait for the number of passes longer than for what is sent."""
+    """64 GPUs of several hosts, of whose heads Ulysses has too few, and documents of which some are long: a ring's keys go
+    round, whoever needs them. Not where all are so short that a ring has few hops in contiguous order, nor on one host, where
+    a GPU's host would wait for the number of passes longer than for what is sent."""
     far = chosen(f"{RECIPE}1048576 mesh.sp=64", documents="long_tail", sp=64)
     seconds = far.of_schemes()
     assert far.scheme == "group_cast" and seconds["group_cast"] < 0.7 * seconds["ring"]
