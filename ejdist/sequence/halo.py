@@ -3,13 +3,13 @@ the ranks that hold them, and one attention takes them with the rank's own.
 
 A window may reach over several runs before a run, of other ranks or of this one. A rank's own runs are not sent, and no token
 comes twice: what lies before a run ends where the rank's own run before it does. A stripe is a run, and what lies before the
-stripes of a rank comes from the rank before it in one transfer, and in another from the last rank to the first.
+stripes of a rank comes from the rank before it in one transfer, around: the first rank's from the last, a stripe later.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class Piece:
         another, of each.
       start, tokens: where it begins, counted in tokens before the run that it is for, and how many of a run there are.
       pairs: (sender, receiver).
+      around: how many of the first ranks get it from the last ones. It lies before their next runs, the last one's before none.
     """
 
     run: int
@@ -47,6 +48,7 @@ class Piece:
     start: int
     tokens: int
     pairs: tuple[tuple[int, int], ...]
+    around: int = 0
 
 
 _AT_ONCE = 2**22  # queries that are asked at once how far they see: a plan may be of a billion tokens
@@ -83,12 +85,15 @@ def _reach_of_rules(rules: MaskInfo, length: int) -> int | None:
 def pieces(order: Order, length: int, reach: int) -> tuple[Piece, ...]:
     """Returns what is sent so that every rank has the `reach` tokens before each of its runs, of an order that `has_runs`."""
     n, run = order.shards, run_length(order, length)
+    tokens = {back: min(run, reach - (back - 1) * run) for back in range(1, -(-reach // run) + 1)}
+    if not order.in_parts:
+        every = [(back, tuple((s, (s + back) % n) for s in range(n))) for back in tokens if back < n]
+        count = length // n // run
+        return tuple(Piece(0, 0, count, (b - 1) * run + tokens[b], tokens[b], pairs, b) for b, pairs in every)
     runs = order.runs(length // n)  # ascending on each rank
     place = {int(part): (rank, index) for (rank, index), part in np.ndenumerate(runs)}
     listed: list[Piece] = []
-    for back in range(1, -(-reach // run) + 1):
-        tokens = min(run, reach - (back - 1) * run)
-        start, latest = (back - 1) * run + tokens, {}
+    for back, some in tokens.items():
         for index in range(runs.shape[1]):
             sent: dict[int, list[tuple[int, int]]] = {}
             for rank in range(n):
@@ -96,16 +101,8 @@ def pieces(order: Order, length: int, reach: int) -> tuple[Piece, ...]:
                 if wanted > held:  # else it is this rank's own, or before it, or nowhere
                     sender, source = place[wanted]
                     sent.setdefault(source, []).append((sender, rank))
-            for source, pairs in sorted(sent.items()):
-                # Of the next runs of the same ranks: one transfer.
-                number = latest.setdefault(tuple(pairs), len(listed))
-                if number < len(listed):
-                    piece = listed[number]
-                    if (index, source) == (piece.run + piece.count, piece.source + piece.count):
-                        listed[number] = replace(piece, count=piece.count + 1)
-                        continue
-                    latest[tuple(pairs)] = len(listed)
-                listed.append(Piece(index, source, 1, start, tokens, tuple(pairs)))
+            start = (back - 1) * run + some
+            listed += [Piece(index, source, 1, start, some, tuple(pairs)) for source, pairs in sorted(sent.items())]
     return tuple(listed)
 
 
@@ -208,7 +205,7 @@ class HaloCall:
             start = self.front - piece.start
             # Of the senders whose run this may be a rank has one; from the others it has zeros.
             for n, x in arrived.items():
-                before[n] = _added(before[n], piece.run, piece.count, start, x)
+                before[n] = _added(before[n], piece.run, piece.count, start, self._turned(x, piece, 1))
         return {n: jnp.concatenate([before[n], x], 2).reshape(x.shape[0], -1, *x.shape[3:]) for n, x in runs.items()}
 
     def home(self, grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -218,10 +215,20 @@ class HaloCall:
         for piece in self.pieces:
             start = self.front - piece.start
             part = {n: _part(x, piece.run, piece.count, start, start + piece.tokens) for n, x in every.items()}
+            part = {n: self._turned(x, piece, -1) for n, x in part.items()}
             arrived = exchange.send(part, self.local.axis, tuple((to, sender) for sender, to in piece.pairs))
             for n, x in arrived.items():
                 total[n] = _added(total[n], piece.source, piece.count, self.run - piece.tokens, x)
         return {n: x.reshape(x.shape[0], -1, *x.shape[3:]) for n, x in total.items()}
+
+    def _turned(self, x: jax.Array, piece: Piece, runs: int) -> jax.Array:
+        """Returns a part of a piece as it lies on this rank: where it comes around that many runs later, and zeros before."""
+        if not piece.around:
+            return x
+        here, edges = exchange.rank(self.local.axis) < piece.around, [(0, 0)] * x.ndim
+        edges[1] = (piece.tokens, 0) if runs > 0 else (0, piece.tokens)
+        some = x[:, : -piece.tokens] if runs > 0 else x[:, piece.tokens :]
+        return jnp.where(here, jnp.pad(some, edges), x)
 
 
 def _part(x: jax.Array, run: int, count: int, start: int, stop: int) -> jax.Array:
