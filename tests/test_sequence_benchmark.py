@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from benchmarks import report, sequence, step, timing
-from benchmarks.sequence import calls, devices, pairs, rank
+from benchmarks.sequence import calls, devices, pairs, rank, rank_programs
 from benchmarks.sequence.calls import Attention
 from benchmarks.sequence.plans import PLANS
 from ejdist import Order, make_mesh
@@ -73,7 +73,7 @@ def test_pairs_are_those_of_the_mask(order, window):
     of_ranks = pairs.of_ranks(call.keys_seen(ids), order)
     tokens = pairs.tokens_of(call, ids, order)
     for r in range(n):
-        made = rank.hops_made(call, order, length)
+        made = rank_programs.hops_made(call, order, length)
         of_hops = [pairs.of_hop(call, ids, order, r, hop) for hop in made]
         assert of_hops == [visible[np.ix_(tokens[r], tokens[(r - hop) % n])].sum() for hop in made]
         assert sum(of_hops) == of_ranks[r] == visible[tokens[r]].sum()
@@ -115,6 +115,8 @@ def test_a_rank_of_a_ring_is_checked_then_timed(tmp_path, monkeypatch, capsys):
         # The call beside it would have 256 tokens, and has the whole row.
         assert row["length"] == 128 and row["share"] == pytest.approx(row["pairs"] / sum(balance["pairs_of_ranks"]))
         assert row["hops_ms"] == pytest.approx(sum(hop["ms"] for hop in row["hops"]))
+        of_row = row["pairs"] / sum(balance["pairs_of_ranks"]) * row["row_ms"][1]
+        assert row["efficiency_of_row"] == pytest.approx(of_row / row["whole_ms"][1])
         whole, alone = row["whole_ms"][1], row["alone_ms"][1]
         assert row["efficiency"] == pytest.approx(row["share"] * alone / whole)
         assert row["efficiency_of_hops"] == pytest.approx(row["share"] * alone / row["hops_ms"])
@@ -169,9 +171,9 @@ def test_a_rank_compiles_for_hopper(call):
     d_out, number = floats.pop("d_out"), jax.ShapeDtypeStruct((), "int32")
     data = {"rank": number, "whole": {"kv_segment_ids": jax.ShapeDtypeStruct((1, 8 * tokens), "int32")}}
     bare = dataclasses.replace(call, sinks=False)
-    whole, hop = rank.programs(call, order, Ring()), rank.hop_programs(bare, order)
-    state, pulled = (jax.eval_shape(lambda d=d: rank.begun(d, floats)) for d in ("forward", "backward"))
-    saved = {"saved": jax.eval_shape(lambda s, d: rank.saved_of(bare, *s, d), state, d_out)}
+    whole, hop = rank_programs.programs(call, order, Ring()), rank_programs.hop_programs(bare, order)
+    state, pulled = (jax.eval_shape(lambda d=d: rank_programs.begun(d, floats)) for d in ("forward", "backward"))
+    saved = {"saved": jax.eval_shape(lambda s, d: rank_programs.saved_of(bare, *s, d), state, d_out)}
     for function, arguments, count in (
         (whole.forward, (floats, data), 1),
         (whole.both, (floats, d_out, data), 2),

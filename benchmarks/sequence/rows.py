@@ -82,7 +82,8 @@ SPLIT = (
 RANK = (
     ("rank", "rank", 0), ("busiest over mean", "imbalance", 2), ("pairs", "pairs", 0), ("ms", "whole_ms", 2),
     ("same work in one call, ms", "alone_ms", 2), ("efficiency", "efficiency", 3), ("TFLOP/s", "tflops", 0),
-    ("hops, ms", "hops_ms", 2), ("one call over the hops", "efficiency_of_hops", 3), ("of each hop, ms", "each", None),
+    ("the row on one device, ms", "row_ms", 2), ("efficiency by it", "efficiency_of_row", 3), ("hops, ms", "hops_ms", 2),
+    ("one call over the hops", "efficiency_of_hops", 3), ("of each hop, ms", "each", None),
 )  # fmt: skip
 BALANCE = (("ranks", "ranks", 0), ("order", "order", None), ("stripe", "stripe", 0), ("busiest over mean", "imbalance", 3),
            ("mean of rows", "mean_of_rows", 3), ("pairs of each rank over the mean", "each", None))  # fmt: skip

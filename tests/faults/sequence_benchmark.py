@@ -48,14 +48,14 @@ FAULTS = (
     ),
     Fault(
         "a rank's hops are those of the rank before",
-        "rank:hop_programs.keys_at",
+        "rank_programs:hop_programs.keys_at",
         "$here.holder($hop)",
         "$here.holder($hop + 1)",
         RANK,
     ),
     Fault(
         "the gradient of keys is left out of a hop",
-        "rank:hop_programs.backward",
+        "rank_programs:hop_programs.backward",
         "ring_hops.pulled($$args, *$begun)",
         "state",
         RANK,
