@@ -185,14 +185,13 @@ def test_zeros_of_a_ring_are_there_in_every_layer_of_a_gpu():
 
 
 def test_what_is_searched_is_what_is_registered():
-    sections, timed = compose(DENSE.split()), {name for name, scheme in SCHEMES.items() if scheme.timed}
-    assert {*SCHEMES} - timed == {"group_cast"}
+    sections, every = compose(DENSE.split()), {*SCHEMES}
     found = [*ways(sections, (1, 2, 1, 1, 4, 1), ())]
-    assert {scheme for scheme, _, _ in found} == timed
+    assert {scheme for scheme, _, _ in found} == every
     sections.mesh.fsdp, sections.mesh.sp = 1, 8  # no part of four heads for each of eight ranks, but over two by four
-    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 1, 8, 1), ())} == timed - {"ulysses"}
-    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 2, 4, 1), ())} == timed
-    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 1, 4, 2), ())} == timed - {"ulysses"}
+    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 1, 8, 1), ())} == every - {"ulysses"}
+    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 2, 4, 1), ())} == every
+    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 1, 4, 2), ())} == every - {"ulysses"}
     assert [*dict.fromkeys(lie for _, lie, _ in found)] == ["zigzag", "balanced", "striped", "contiguous"]
     packed = [lie for _, lie, _ in ways(sections, (1, 2, 1, 1, 4, 1), (SCHEME,), documents_of("64"))]
     assert [*dict.fromkeys(packed)][:2] == ["balanced", "striped"] and set(packed) == set(ORDERS)
