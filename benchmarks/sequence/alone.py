@@ -50,8 +50,8 @@ def one_rank(rank: Any, ranks: int, whole: Arrays, missing: dict[str, Any]) -> I
     def alike(numbers: Any, *_: Any, **__: Any) -> Any:
         return numbers  # which chunks others need is which ones this rank does, and it makes as many passes as it needs
 
-    here = {"rank": lambda axis: rank, "size": lambda axis: ranks, "all_to_all": alike, "greatest": alike}
-    with mock.patch.multiple(exchange, gather=gather, **here):
+    here = mock.patch.multiple(exchange, rank=lambda axis: rank, size=lambda axis: ranks, gather=gather)
+    with here, mock.patch.multiple(exchange, all_to_all=alike, greatest=alike):
         yield
 
 

@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "a plan: a halo goes to no rank",
         "HaloCall.keys",
-        "_added($before[$n], $piece.run, $piece.count, $start, $x)",
+        "_added($before[$n], $piece.run, $piece.count, $start, self._turned($x, $piece, 1))",
         "$before[$n]",
         HALO,
     ),
