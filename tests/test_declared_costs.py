@@ -25,7 +25,7 @@ from ejdist.layout import spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import AXES, mesh_shape
 from ejdist.models.config import ExpertsShape, LatentShape, SparseShape
-from ejdist.models.decoder import DecoderConfig
+from ejdist.models.decoder import DecoderConfig, has_experts
 from ejdist.models.model import CAUSAL, Flops
 from ejdist.models.parameters import Param
 from ejdist.models.part import Costs, Part
@@ -36,7 +36,6 @@ from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
-from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
     BUFFER,
     GROUPS,

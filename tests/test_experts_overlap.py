@@ -12,7 +12,7 @@ from ejdist.experts import route
 from ejdist.experts.halves import halved, joined, of_all
 from ejdist.experts.section import ExpertsSection
 from ejdist.mesh import make_mesh, mesh_shape
-from ejdist.models.decoder import loss
+from ejdist.models.decoder import declare, loss
 from ejdist.models.model import StepContext
 from ejdist.operations import bind_ops
 from ejdist.planning.candidates import candidate_of
@@ -21,7 +21,7 @@ from ejdist.planning.step_time import EXCHANGE
 from ejdist.planning.targets import target_of
 from ejdist.sections import validate
 from ejdist.training.program import check_sizes
-from recipes.schema import compose
+from recipes.schema import compose, unread
 
 ROWS, DEVICES = 3, 4  # rows of a device: the halves are not equal
 
@@ -106,6 +106,23 @@ def test_where_nothing_is_exchanged_there_are_no_halves():
         assert len(jax.eval_shape(bind_ops(mesh, experts=own).halved, x)) == count, (mesh.shape, own)
     sections = compose(["recipe=moe", "mesh.ep=1", "mesh.fsdp=4", "experts.overlap=halves", "data.global_batch=4"])
     check_sizes(sections, sections.model.build(), make_mesh(fsdp=4, devices=jax.devices()[:4]))
+
+
+def test_a_model_without_experts_has_no_halves():
+    """As every key of `experts.*` it changes nothing there (`unread` says so): a row on a device is enough, for a step and for
+    a plan."""
+    mesh = make_mesh(ep=4, devices=jax.devices()[:4])
+    words = ["recipe=moe", "model=nano", "mesh.ep=4", "mesh.sp=1", "data.global_batch=4", "experts.overlap=halves"]
+    sections = compose(words)
+    check_sizes(sections, sections.model.build(), mesh)
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), declare(sections.model))
+    batch = dict.fromkeys(("tokens", "positions", "segment_ids", "targets"), jax.ShapeDtypeStruct((4, 64), jnp.int32))
+    ops = bind_ops(mesh, experts=vars(sections.experts))
+    total, _ = jax.eval_shape(lambda p, b: loss(p, b, sections.model, ops), params, batch)
+    assert total.shape == ()
+    plan = candidate_of(sections, mesh_shape(sections.mesh.sizes, 4))
+    assert Predictor(sections, target_of(None, 4, "h200", None))(plan) is not None
+    assert unread(words, sections) == ["experts.overlap=halves changes nothing: no layer of the model has experts"]
 
 
 LAYERS = (

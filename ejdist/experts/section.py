@@ -70,15 +70,15 @@ class ExpertsSection:
         if self.load_every < 0:
             raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
 
-    def overlaps(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether two halves go through the layers side by side on a mesh of these sizes: where experts are over
-        several devices, as nothing is exchanged on one."""
-        return self.overlap != NONE and any(sizes.get(axis, 1) > 1 for axis in self.axes)
+    def overlaps(self, sizes: Mapping[str, int], mixed: bool) -> bool:
+        """Returns whether two halves go through the layers side by side on a mesh of these sizes: where the model has experts
+        (`mixed`) and they are over several devices, as else nothing is exchanged."""
+        return self.overlap != NONE and mixed and any(sizes.get(axis, 1) > 1 for axis in self.axes)
 
-    def check_rows(self, rows: int, sizes: Mapping[str, int], where: str) -> None:
-        """Raises ValueError where a device's rows of a microbatch are too few for `overlap`, on a mesh of these sizes; where:
-        the keys that they follow from, and their values."""
-        if self.overlaps(sizes) and rows < 2:
+    def check_rows(self, rows: int, sizes: Mapping[str, int], mixed: bool, where: str) -> None:
+        """Raises ValueError where a device's rows of a microbatch are too few for `overlap`, on a mesh of these sizes; mixed:
+        whether the model has experts; where: the keys that the rows follow from, and their values."""
+        if self.overlaps(sizes, mixed) and rows < 2:
             raise ValueError(
                 f"experts.overlap = {self.overlap!r} halves the rows of a device, which has {rows} of a microbatch ({where}): "
                 f"give at least two, or experts.overlap={NONE}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from ejdist.models.part import LayerContext, added, norm_weight
 from ejdist.models.stack import (
     ahead_of,
     check_kinds,
+    counted_parts,
     declare_buffers,
     declare_kept,
     declare_layers,
@@ -110,6 +111,14 @@ def model_of(c: DecoderShape) -> Model:
     )
 
 
+@lru_cache(maxsize=64)
+def has_experts(c: Any) -> bool:
+    """Returns whether a part has parameters that are split over experts; a model that is no decoder is not asked."""
+    if not isinstance(c, DecoderShape):
+        return False
+    return any("E" in p.dims.split() for part in counted_parts(c) for p in part.declare(c).values())
+
+
 def declare(c: DecoderShape) -> dict[str, Any]:
     """Returns the parameters, each a `Param`; those of the layers are stacked."""
     D, V, std = c.model_dim, c.vocab_size, c.init_std
@@ -138,7 +147,7 @@ def embed(params: dict, ctx: BatchContext, c: DecoderShape) -> jax.Array:
 
 def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: DecoderShape) -> tuple[jax.Array, Metrics]:
     """Returns (x after a range of layers, their metrics); see `run_layers`."""
-    halves = ctx.halves()
+    halves = ctx.halves() if has_experts(c) else [ctx]
     xs = ctx.ops.halved(x) if len(halves) > 1 else [x]
     xs, metrics = run_layers(xs, params, ctx.buffers, c, [layer_context(half, c) for half in halves], which)
     return ctx.ops.joined(xs), metrics

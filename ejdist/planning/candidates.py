@@ -15,12 +15,12 @@ from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import fitting
 from ejdist.mesh import AXES, BATCH_AXES, CP, EP, SEQUENCE_AXES, SP, TP
 from ejdist.models.attention import LatentAttention
+from ejdist.models.decoder import has_experts
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.models.stack import counted_parts, takes_order
 from ejdist.order import AUTO, order_for
 from ejdist.order import NAMES as ORDERS
-from ejdist.planning.activations import has_experts
 from ejdist.sequence.cost import ALWAYS, NEVER
 from ejdist.sequence.group_cast import BUFFER as CHUNKS_AHEAD
 from ejdist.sequence.schedule import imbalance

@@ -15,10 +15,10 @@ from typing import Any
 
 from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.mesh import AXES, between_slices, mesh_shape
+from ejdist.models.decoder import has_experts
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.order import AUTO
 from ejdist.order import NAMES as ORDERS
-from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
     ACCUMULATION,
     BATCH,
@@ -101,7 +101,9 @@ class Predictor:
         """Returns the prediction; memory alone where that is more than `room`, None for what is not legal."""
         s = candidate.applied(self.sections)
         rows = s.data.global_batch // s.accumulation // rows_over(candidate.sizes)
-        if s.experts.overlaps(candidate.sizes) and rows < 2:  # which hangs on the batch, as nothing below does
+        if (
+            s.experts.overlaps(candidate.sizes, has_experts(s.model)) and rows < 2
+        ):  # which hangs on the batch, as nothing below does
             return None
         if candidate.mesh not in self._held:
             try:
@@ -322,7 +324,7 @@ def _explain(sections: Any, target: Target, fixed_keys: Collection[str], predict
     for candidate in candidates(sections, target.count, fixed_keys):
         of = candidate.applied(sections)
         if (
-            of.experts.overlaps(candidate.sizes)
+            of.experts.overlaps(candidate.sizes, has_experts(of.model))
             and of.data.global_batch // of.accumulation // rows_over(candidate.sizes) < 2
         ):
             predictor.checked(candidate)  # whose message names the rows of a device

@@ -14,9 +14,9 @@ from ejdist.experts.schemes import LOCAL, fitting
 from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import CP, TP, MeshSection
 from ejdist.models.attention import EXPANDING
+from ejdist.models.decoder import has_experts
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
-from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import rows_over
 from ejdist.planning.links import NETWORK, Links
 from ejdist.sequence.cost import NEVER
@@ -63,7 +63,7 @@ def share_of(
         tile=tile,
         documents=documents,
         torus=links is not None and links.chip.platform == "tpu",
-        halved=has_experts(s.model) and s.experts.overlaps(mesh.shape),
+        halved=s.experts.overlaps(mesh.shape, has_experts(s.model)),
     )
 
 

@@ -32,7 +32,7 @@ FAULTS = (
     Fault(
         "halves: a search takes them of one row",
         "Predictor.__call__",
-        "$s.experts.overlaps($candidate.sizes) and $rows < 2",
+        "$s.experts.overlaps($candidate.sizes, has_experts($s.model)) and $rows < 2",
         "False",
         f"{TESTS} -k search_takes_halves",
     ),
@@ -63,6 +63,20 @@ FAULTS = (
         "any(($sizes.get($axis, 1) > 1 for $axis in self.axes))",
         "True",
         f"{TESTS} -k nothing_is_exchanged",
+    ),
+    Fault(
+        "halves: of a model without experts too",
+        "decoder:layers",
+        "$ctx.halves() if has_experts($c) else [$ctx]",
+        "$ctx.halves()",
+        f"{TESTS} -k without_experts",
+    ),
+    Fault(
+        "halves: a plan has them without experts",
+        "ExpertsSection.overlaps",
+        "self.overlap != NONE and $mixed and any(($sizes.get($axis, 1) > 1 for $axis in self.axes))",
+        "self.overlap != NONE and any(($sizes.get($axis, 1) > 1 for $axis in self.axes))",
+        f"{TESTS} -k without_experts",
     ),
     Fault("halves: the balance loss is the sum of both", "of_all", "$balance != 'sequence'", "False", STATISTICS),
     Fault(
