@@ -150,7 +150,14 @@ def test_keys_in_groups_of_heads_wait_for_the_first():
     keys come at once."""
     many, scheme = GATHERED, AllGather()
     few, none = (dataclasses.replace(many, tiles=tiles) for tiles in (1, 0))
-    assert scheme.waited(many) < 0.1 < WAITED[False] == scheme.waited(few) == scheme.waited(none)
+    assert WAITED[False] == scheme.waited(few) == pytest.approx(scheme.waited(none))
+    # Four groups forward and eight backward, whose keys and gradients are twice as many bytes; as often as attention runs.
+    for forwards, of_four in ((1, 1 / 3), (2, 1 / 2)):
+        waits = scheme.waited(dataclasses.replace(many, forwards=forwards))
+        assert waits == pytest.approx(0.6 * (of_four / 4 + (1 - of_four) / 8))
+    # Groups of a forward have eight heads of queries at least: here it has one, and the backward still eight.
+    one = dataclasses.replace(many, heads=8)
+    assert scheme.waited(one) == pytest.approx(WAITED[False] / 3 + 0.6 / 8 * 2 / 3)
     assert AllGather(head_groups=2).waited(many) == pytest.approx(0.3)
     sent = {name: sum(scheme.cost(shape).bytes.values()) for name, shape in (("in groups", many), ("at once", none))}
     assert sent == {"in groups": 3 * 3 * 2**21, "at once": 3 * (2 + 2) * 2**21}, "gradients in the dtype of the keys"

@@ -185,8 +185,11 @@ class AllGather(Scheme):
     def waited(self, shape: AttentionShape) -> float:
         # Of groups that come beside attention the first is waited for, and on their way back the last. Two groups wait for as
         # much as a ring does: 0.30 forward and 0.25 backward on two H200s, 8,192 tokens each.
-        groups = self._groups(shape)
-        return 2 * WAITED[True] / groups if groups > 1 else super().waited(shape)
+        # Each direction has its own number of groups; the backward gathers keys, and sends as many bytes of gradients back.
+        whole = super().waited(shape)
+        parts = ((self._groups(shape, forward=True), shape.forwards), (self._groups(shape), 2))
+        waits = [times * (2 * WAITED[True] / groups if groups > 1 else whole) for groups, times in parts]
+        return sum(waits) / (shape.forwards + 2)
 
     def passes(self, shape: AttentionShape) -> float:
         keys, times = shape.travelling, shape.forwards + 1

@@ -9,8 +9,8 @@ FAULTS = (
     Fault(
         "auto costs a gather in groups of heads as if nothing hid it",
         "AllGather.waited",
-        "2 * WAITED[True] / $groups if $groups > 1 else super().waited($shape)",
-        "super().waited($shape)",
+        "2 * WAITED[True] / $groups if $groups > 1 else $whole",
+        "$whole",
         "tests/test_scheme_choice.py -k within_a_twentieth",
     ),
     Fault(
@@ -329,6 +329,13 @@ FAULTS = (
         "AllGather.waited",
         "2 * WAITED[True] / $groups",
         "1.0",
+        "tests/test_scheme_choice.py -k groups_of_heads_wait",
+    ),
+    Fault(
+        "gathered keys wait in the forward as in the backward's groups",
+        "AllGather.waited",
+        "self._groups($shape, forward=True)",
+        "self._groups($shape)",
         "tests/test_scheme_choice.py -k groups_of_heads_wait",
     ),
     Fault(
