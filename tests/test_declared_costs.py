@@ -25,7 +25,8 @@ from ejdist.layout import spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import AXES, mesh_shape
 from ejdist.models.config import ExpertsShape, LatentShape, SparseShape
-from ejdist.models.decoder import DecoderConfig, has_experts
+from ejdist.models.decoder import DecoderConfig
+from ejdist.models.mixture import has_experts
 from ejdist.models.model import CAUSAL, Flops
 from ejdist.models.parameters import Param
 from ejdist.models.part import Costs, Part

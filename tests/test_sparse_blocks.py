@@ -16,10 +16,11 @@ from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from ejdist.layout import set_layout
 from ejdist.operations import bind_ops
 from ejdist.order import Order
-from ejdist.sequence import GroupCast, Halo, sparse_blocks
+from ejdist.sequence import Exchange, GroupCast, Halo, sparse_blocks
 from ejdist.sequence.cost import attention_shape
 from ejdist.sequence.group_cast import capacity
-from ejdist.sequence.native_sparse import BLOCKS, Exchange
+from ejdist.sequence.native_sparse import BLOCKS
+from kernels.framework.interpret import interpret
 from kernels.ops.native_sparse_attention import native_sparse_attention, op
 
 RNG = np.random.default_rng(0)
@@ -220,14 +221,23 @@ def test_what_is_refused():
         ValueError, match=r"'exchange' = 'blocks' is for queries of all tokens.* 4 on a rank for 8 keys"
     ):
         call(**three | {"query": arrays["query"][:, :16]}, block_size=4)
-    with pytest.raises(ValueError, match=r"'exchange' = 'ring' is unknown; use 'gather', 'blocks' or an Exchange"):
+    with pytest.raises(
+        ValueError, match=r"'exchange' = 'ring' is unknown; use 'gather', 'blocks' or an ejdist.sequence.Exchange"
+    ):
         call(**three, exchange="ring")
     for other in (3, True, ["blocks"]):
-        with pytest.raises(ValueError, match=r"'exchange' = .* is unknown; use 'gather', 'blocks' or an Exchange"):
+        with pytest.raises(
+            ValueError, match=r"'exchange' = .* is unknown; use 'gather', 'blocks' or an ejdist.sequence.Exchange"
+        ):
             call(**three, exchange=other)
     assert Halo(GroupCast(0.25)).blocks == 0.25, "a halo is of windows, and sparse layers have none of their own"
     with pytest.raises(ValueError, match=r"'buffer' = 0 of an Exchange must be a number above 0"):
         Exchange(BLOCKS, 0)
+    for platform, more in (("triton", {}), ("pallas", {}), ("triton", {"block_indices": GIVEN})):
+        with pytest.raises(Unsupported, match=rf"^native_sparse_attention .*for cpu with platform='{platform}'"):
+            call(**three, **more, block_size=4, platform=platform)
+    with interpret(), pytest.raises(Unsupported, match=r"^native_sparse_attention .* has no backend for this call"):
+        call(**{n: np.repeat(x, 256, -1) for n, x in three.items()}, block_size=4, platform="triton")
     alone = ejdist.native_sparse_attention(**three, block_size=3, exchange=BLOCKS)  # without a mesh nothing travels
     assert error(alone, native_sparse_attention(**three, block_size=3)) == 0
     with pytest.raises(Exception, match="native_sparse_attention: forward-mode differentiation"):

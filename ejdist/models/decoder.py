@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from ejdist.models import ahead
 from ejdist.models.apart import layers_apart, run_apart
 from ejdist.models.config import REMAT, DecoderShape
 from ejdist.models.kept import Arrays, Cached, Serving
+from ejdist.models.mixture import has_experts
 from ejdist.models.model import BatchContext, Flops, Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.packing import Packing, packing_of
@@ -29,7 +30,6 @@ from ejdist.models.part import LayerContext, added, norm_weight
 from ejdist.models.stack import (
     ahead_of,
     check_kinds,
-    counted_parts,
     declare_buffers,
     declare_kept,
     declare_layers,
@@ -90,7 +90,6 @@ def model_of(c: DecoderShape) -> Model:
     split = {"num_heads": ("N", c.num_heads), "num_kv_heads": ("K", c.num_kv_heads)}
     for part in parts_of(c).values():
         split |= part.split(c)
-    mixed = "experts" in c.part_names()
     return Model(
         declared=declare(c),
         embed=partial(embed, c=c),
@@ -106,17 +105,10 @@ def model_of(c: DecoderShape) -> Model:
         update=partial(update_buffers, c),
         report=partial(report, c),
         split=split,
-        pictures={"experts.png": draw_load} if mixed else {},
+        pictures={"experts.png": draw_load} if "experts" in c.part_names() else {},
         cached=cached(c),
+        mixed=has_experts(c),
     )
-
-
-@lru_cache(maxsize=64)
-def has_experts(c: Any) -> bool:
-    """Returns whether a part has parameters that are split over experts; a model that is no decoder is not asked."""
-    if not isinstance(c, DecoderShape):
-        return False
-    return any("E" in p.dims.split() for part in counted_parts(c) for p in part.declare(c).values())
 
 
 def declare(c: DecoderShape) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class Model:
     flops: of each part of each layer, and of the head. split: key of the section -> (dim, size) that must divide over a mesh.
     base: how the frozen parameters among the buffers are stored (`ejdist.models.lora.Base`); None where all parameters are
     trained. pictures: file in the run's folder -> function (rows of metrics.jsonl, path) that draws it.
-    cached: how it generates.
+    cached: how it generates. mixed: whether it has experts.
     """
 
     declared: Any
@@ -191,6 +191,7 @@ class Model:
     pictures: Mapping[str, Callable[[list[dict[str, Any]], Path], None]] = field(default_factory=dict)
     base: Any = None
     cached: Cached | None = None
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         check_declared("parameter", self.declared)

@@ -15,7 +15,7 @@ from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import fitting
 from ejdist.mesh import AXES, BATCH_AXES, CP, EP, SEQUENCE_AXES, SP, TP
 from ejdist.models.attention import LatentAttention
-from ejdist.models.decoder import has_experts
+from ejdist.models.mixture import has_experts
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.models.stack import counted_parts, takes_order

@@ -8,7 +8,7 @@ from typing import Any
 
 from ejdist.experts.narrow import PRECISIONS
 from ejdist.experts.schemes import SCHEMES, fitting
-from ejdist.models.decoder import has_experts
+from ejdist.models.mixture import has_experts
 from ejdist.planning.candidates import DISPATCH
 from ejdist.planning.ranking import Predicted, ranked
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.mesh import AXES, between_slices, mesh_shape
-from ejdist.models.decoder import has_experts
+from ejdist.models.mixture import has_experts
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.order import AUTO
 from ejdist.order import NAMES as ORDERS

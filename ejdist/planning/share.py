@@ -14,7 +14,7 @@ from ejdist.experts.schemes import LOCAL, fitting
 from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import CP, TP, MeshSection
 from ejdist.models.attention import EXPANDING
-from ejdist.models.decoder import has_experts
+from ejdist.models.mixture import has_experts
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
 from ejdist.planning.candidates import rows_over

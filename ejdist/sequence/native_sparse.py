@@ -40,7 +40,7 @@ GATHER, BLOCKS = "gather", "blocks"
 _DOC = """
       exchange: what travels where the sequence is split. "gather": the keys and values of all ranks; "blocks": the means of all
         blocks, and the blocks that a rank's queries select, in passes of half of a rank's own tokens; of `buffer` times these
-        by `ejdist.sequence.native_sparse.Exchange("blocks", buffer)`. Default: "gather".
+        by `ejdist.sequence.Exchange("blocks", buffer)`. Default: "gather".
 """
 
 
@@ -58,7 +58,8 @@ class Exchange:
     def __post_init__(self) -> None:
         if self.name not in (GATHER, BLOCKS):
             raise ValueError(
-                f"{_NAME}: argument 'exchange' = {self.name!r} is unknown; use {GATHER!r}, {BLOCKS!r} or an Exchange"
+                f"{_NAME}: argument 'exchange' = {self.name!r} is unknown; use {GATHER!r}, {BLOCKS!r} or an "
+                "ejdist.sequence.Exchange"
             )
         if not 0 < self.buffer < math.inf:
             raise ValueError(

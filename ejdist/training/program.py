@@ -15,7 +15,6 @@ from ejdist.cluster.hosts import check_limit
 from ejdist.experts.section import ExpertsSection
 from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, set_layout, sharding
 from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP, MeshSection
-from ejdist.models.decoder import has_experts
 from ejdist.models.lora import LoRASection, build
 from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
@@ -235,7 +234,7 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     groups = groups_of(mesh)
     where = f"data.global_batch = {rows}, accumulation = {s.accumulation}, {groups} groups of devices"
-    s.experts.check_rows(rows // s.accumulation // groups, mesh.shape, has_experts(s.model), where)
+    s.experts.check_rows(rows // s.accumulation // groups, mesh.shape, model.mixed, where)
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)

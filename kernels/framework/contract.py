@@ -43,6 +43,7 @@ class Op:
     Args:
       function: the contract, plain `jnp` with jaxtyping dims; returns all outputs. It is the oracle.
       outputs: a name for each output.
+      title: what refusals call it, where users know it as a part of another operation. Default: the function's name.
       residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend can be
         followed by the backward of another. The inputs are always available to a backward.
       extra_residuals: function of the contract's parameters -> name -> array: additional residuals, computed only under
@@ -81,6 +82,7 @@ class Op:
         function: Callable,
         *,
         outputs: tuple[str, ...] = ("out",),
+        title: str | None = None,
         residuals: tuple[str, ...] = (),
         extra_residuals: Callable | None = None,
         features: Mapping[str, Callable[[Call], bool]] | None = None,
@@ -104,7 +106,7 @@ class Op:
     ):
         self.name, self.outputs, self.residuals = function.__name__, outputs, residuals
         self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))
-        self.extra_residuals, self.padding = extra_residuals, padding
+        self.title, self.extra_residuals, self.padding = title or self.name, extra_residuals, padding
         self.saved_dims = saved_dims(outputs, self.output_dims)
         self.function = of_contract(self, function)
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
@@ -117,8 +119,7 @@ class Op:
         self.__doc__ = function.__doc__
         self._backends: dict[str, Backend] = {}
         self._unavailable: dict[str, str] = {}
-        self._loaded = False
-        self._loading = threading.RLock()
+        self._loaded, self._loading = False, threading.RLock()
         self._programs: dict[Any, Callable] = {}
         check_metadata(self)
 
@@ -270,17 +271,16 @@ class Op:
         if device not in ("any", *DEVICE_OF_PLATFORM.values()):
             raise ValueError(f"{self.name}: cfg.backend = {device!r} is unknown; use any, cpu, gpu or tpu")
         reasons = {b.name: b.refuses(self, call, differentiated) for b in pool}
-        if device != "any":
-            for b in pool:
-                if device not in {DEVICE_OF_PLATFORM[p] for p in b.platforms}:
-                    reasons[b.name] = f"it is not for cfg.backend = {device!r}"
+        for b in pool:
+            if device != "any" and device not in {DEVICE_OF_PLATFORM[p] for p in b.platforms}:
+                reasons[b.name] = f"it is not for cfg.backend = {device!r}"
         capable = [b for b in pool if reasons[b.name] is None]
         refused = [*reasons.items(), *self._unavailable.items()]
         refusals = "; ".join(f"{name}: {reason}" for name, reason in refused if reason)
         if not capable:
             others = [b.name for b in backends.values() if b not in pool and not b.refuses(self, call, differentiated)]
             hint = f"; platform={others[0]!r} can" if others else ""
-            raise Unsupported(f"{self.name} has no backend for this call: {refusals}{hint}")
+            raise Unsupported(f"{self.title} has no backend for this call: {refusals}{hint}")
         if toolchain is not None and interpreting():
             return [Choice(p, capable[0], None, "") for p in PLATFORMS]
         supported = ", ".join(f"{b.name} ({', '.join(sorted(b.platforms))})" for b in capable)
@@ -291,7 +291,7 @@ class Op:
             fitting, why = [b for b in capable if p in b.platforms], ""
             if toolchain is None:  # a backend requested by name is not ranked
                 fitting, why = measured.ranked(self, call, p, fitting, differentiated)
-            refusal = f"{self.name} cannot be compiled for {p}{with_platform}: {reason}"
+            refusal = f"{self.title} cannot be compiled for {p}{with_platform}: {reason}"
             missing_toolchain = missing(self, fitting[0], p) if fitting and toolchain is None else ""
             choice = Choice(p, fitting[0], None, why, missing_toolchain) if fitting else Choice(p, None, None, refusal)
             choices.append(choice)
@@ -301,9 +301,9 @@ class Op:
         names = dict.fromkeys([*self.backends, *(b.toolchain for b in self.backends.values())])
         stems = {stem for stem in self._unavailable if toolchain in (stem, stem.split("_")[0])}
         if stems:
-            raise Unsupported(f"{self.name} on {toolchain}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
+            raise Unsupported(f"{self.title} on {toolchain}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
         if toolchain in Platform or toolchain in self.priority:
-            raise Unsupported(f"{self.name} has no {toolchain} backend; it has {', '.join(self.backends)}")
+            raise Unsupported(f"{self.title} has no {toolchain} backend; it has {', '.join(self.backends)}")
         raise ValueError(
             f"{self.name}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(names)}"
         )

@@ -101,6 +101,13 @@ FAULTS = (
     ),
     Fault("a group-cast gathers all keys of sparse layers", "GroupCast.blocks", "self.buffer", "None", LAYERS),
     Fault(
+        "a refusal names an operation that users do not know",
+        "Op.__init__",
+        "$title or self.name",
+        "self.name",
+        f"{TESTS} -k refused",
+    ),
+    Fault(
         "the selected branch takes the sum of gradients over its own keys",
         "native_sparse_attention/xla:selected_backward",
         "_dot($$args) - $delta",

@@ -188,8 +188,8 @@ def test_what_is_left_to_xla_is_refused_by_name():
     rng = np.random.default_rng(8)
     arguments = arguments_of(rng, 1, 3, 1, 2, 8, 4)
     wide, many = arguments_of(rng, 1, 3, 8, 128, 8, 512), arguments_of(rng, 1, 3, 1, 32, 8, 4)
-    # Decays of channels have kernels with sizes of their own: heads of 512 by 64 fit those of a decay of a head alone, and these
-    # take as many heads of values on a key's as there are.
+    # Decays of channels have kernels with sizes of their own: heads of 512 by 64 fit those of a decay of a head alone, and
+    # these take as many heads of values on a key's as there are.
     deep = arguments_of(rng, 1, 3, 8, 8, 512, 64)
     per_channel = [x | {"g": np.repeat(x["g"], x["query"].shape[-1], -1)} for x in (deep, many)]
     with interpret():

@@ -103,6 +103,7 @@ def selected_work(call: Call) -> tuple[Work, Work]:
 _ON_A_MESH = {"tied_dims": (("N", "K"),), "ordered": True}
 choice_op = Op(
     native_sparse_choice,
+    title="native_sparse_attention (its choice of blocks)",
     no_gradient=("query", "means"),
     local_dims={"B", "N", "K"},
     together=True,
@@ -110,6 +111,7 @@ choice_op = Op(
 )
 selected_op = Op(
     native_sparse_selected,
+    title="native_sparse_attention (its selected branch)",
     outputs=("out", "lse"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
