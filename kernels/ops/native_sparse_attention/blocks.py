@@ -1,4 +1,4 @@
-"""Means of the complete blocks of documents, and their gradient at the tokens.
+"""Means of the complete blocks of documents, their gradient at the tokens, and the sizes of a call for kernels.
 
 A complete block is stored in slot (index of its last token) // block_size. The last tokens of two complete blocks are at least
 block_size apart, so a slot is unique to a block, whatever the documents are: as many slots suffice as for one document.
@@ -6,8 +6,41 @@ block_size apart, so a slot is unique to a block, whatever the documents are: as
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """Compile-time sizes of kernels; names are those of the contract.
+
+    Attributes:
+      NAMED: blocks that a query names at most. SIZE: tokens of a block. BLOCK_Q, BLOCK_K: queries and keys of a tile.
+    """
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    HV: int
+    NAMED: int
+    SIZE: int
+    SCALE: float
+    BLOCK_Q: int
+    BLOCK_K: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries of a row of the batch and a key head."""
+        return -(-self.T // self.BLOCK_Q)
+
+    @property
+    def key_tiles(self) -> int:
+        return -(-self.S // self.BLOCK_K)
 
 
 def block_rows(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

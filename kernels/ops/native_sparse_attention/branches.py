@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import Parameter, Signature
 from typing import Any, ClassVar
 
 import jax
@@ -191,42 +192,29 @@ def keeps(call: Call, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def functions_of(run_of: type[Run]) -> tuple[Callable, Callable, Callable]:
-    """Returns (forward, forward_with_residuals, backward) of a backend."""
+    """Returns (forward, forward_with_residuals, backward) of a backend, whose parameters are the fields of a `Run`."""
 
-    def forward(
-        query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size, num_blocks, window,
-        softmax_scale, cfg,
-    ):  # fmt: skip
-        run = run_of(
-            query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size, num_blocks,
-            window, softmax_scale, cfg,
-        )  # fmt: skip
+    def forward(**call):
+        run = run_of(**call)
         return run.summed(run.forward())
 
-    def forward_with_residuals(
-        query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size, num_blocks, window,
-        softmax_scale, cfg,
-    ):  # fmt: skip
-        run = run_of(
-            query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size, num_blocks,
-            window, softmax_scale, cfg,
-        )  # fmt: skip
+    def forward_with_residuals(**call):
+        run = run_of(**call)
         branches = run.forward()
-        kept = {"chosen": run.selected_blocks} if block_indices is None else {}
+        kept = {"chosen": run.selected_blocks} if run.block_indices is None else {}
         for name, (out, lse) in branches.items():
             kept |= {f"out_{name}": out, f"lse_{name}": lse}
         return run.summed(branches), kept
 
-    def backward(
-        saved: Saved, query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size,
-        num_blocks, window, softmax_scale, cfg,
-    ):  # fmt: skip
-        run = run_of(
-            query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size, num_blocks,
-            window, softmax_scale, cfg, saved.get("chosen"),
-        )  # fmt: skip
+    def backward(saved: Saved, **call):
+        run = run_of(**call, chosen=saved.get("chosen"))
         kept = "out_selected" in saved
         branches = {n: (saved[f"out_{n}"], saved[f"lse_{n}"]) for n in run.branches} if kept else run.forward()
         return run.gradients(saved.d_out, branches)
 
+    # A backend supports what its functions name.
+    names = [f.name for f in fields(Run) if f.name != "chosen"]
+    for function, first in ((forward, ()), (forward_with_residuals, ()), (backward, ("saved",))):
+        kinds = [(n, Parameter.POSITIONAL_ONLY) for n in first] + [(n, Parameter.KEYWORD_ONLY) for n in names]
+        vars(function)["__signature__"] = Signature([Parameter(*each) for each in kinds])
     return forward, forward_with_residuals, backward

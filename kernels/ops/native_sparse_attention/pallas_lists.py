@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.attention.pallas_calls import LANES
-from kernels.ops.native_sparse_attention.blocks import overlapped, power
+from kernels.ops.native_sparse_attention.blocks import CallSizes, overlapped, power
 
 # What stands before the entries of a list: how many there are, and whether it begins and ends what is summed for one tile.
 LENGTH, BEGINS, ENDS, HEADER = 0, 1, 2, 3
@@ -29,29 +29,15 @@ POSITION, OFFSET, LSE, DELTA, REST = 0, 1, 2, 3, 8
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Compile-time sizes of the kernels; names are those of the contract.
+class Sizes(CallSizes):
+    """Compile-time sizes of the kernels.
 
     Attributes:
-      NAMED: blocks that a query names at most.
-      SIZE: tokens of a block. ALIGNED: whether blocks begin at multiples of it among the keys.
-      BLOCK_Q, BLOCK_K: queries and keys of a tile. PIECES, Q_PIECES: tiles of keys, and of queries, that are multiplied at
-        once.
+      ALIGNED: whether blocks begin at multiples of their size among the keys.
+      PIECES, Q_PIECES: tiles of keys, and of queries, that are multiplied at once.
     """
 
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    H: int
-    HV: int
-    NAMED: int
-    SIZE: int
-    SCALE: float
     ALIGNED: bool
-    BLOCK_Q: int
-    BLOCK_K: int
     PIECES: int
     Q_PIECES: int
 
@@ -59,15 +45,6 @@ class Sizes:
     def rows(self) -> int:
         """Rows of a tile of queries, query heads of a query side by side, padded to whole lanes."""
         return -(-self.BLOCK_Q * (self.N // self.K) // LANES) * LANES
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of queries of a row of the batch and a key head."""
-        return -(-self.T // self.BLOCK_Q)
-
-    @property
-    def key_tiles(self) -> int:
-        return -(-self.S // self.BLOCK_K)
 
     @property
     def crossed(self) -> int:
@@ -256,7 +233,7 @@ def sizes_of(call_sizes: tuple[int, ...], named: int, size: int, scale: float | 
     block_q = min(max(1, cfg.block_rows // (N // K)), T)
     pieces = max(1, min(cfg.block_keys // block_k, block_q * named * overlapped(size, block_k, aligned)))
     q_pieces = max(1, min(cfg.backward_rows // max(cfg.block_rows, 1), -(-T // block_q)))
-    return Sizes(B, T, S, N, K, H, HV, named, size, scale, aligned, block_q, block_k, pieces, q_pieces)
+    return Sizes(B, T, S, N, K, H, HV, named, size, scale, block_q, block_k, aligned, pieces, q_pieces)
 
 
 def keys_of(size: int) -> int:

@@ -12,47 +12,25 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kernels.ops.native_sparse_attention.blocks import power
+from kernels.ops.native_sparse_attention.blocks import CallSizes, power
 
 # The minimum number of rows, and of columns, of a product.
 LEAST = 16
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Compile-time sizes of the kernels; names are those of the contract.
+class Sizes(CallSizes):
+    """Compile-time sizes of the kernels.
 
     Attributes:
-      NAMED: blocks that a query names at most.
-      SIZE: tokens of a block. PARTS: tiles of BLOCK_K keys that a block has.
-      BLOCK_Q, BLOCK_G: queries of a tile, and query heads of a key head, padded: BLOCK_Q * BLOCK_G rows.
+      PARTS: tiles of BLOCK_K keys that a block has.
+      BLOCK_G: query heads of a key head, padded: a tile of queries has BLOCK_Q * BLOCK_G rows.
     """
 
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    H: int
-    HV: int
-    NAMED: int
-    SIZE: int
     PARTS: int
-    SCALE: float
-    BLOCK_Q: int
     BLOCK_G: int
-    BLOCK_K: int
     BLOCK_H: int
     BLOCK_V: int
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of queries of a row of the batch and a key head."""
-        return -(-self.T // self.BLOCK_Q)
-
-    @property
-    def key_tiles(self) -> int:
-        return -(-self.S // self.BLOCK_K)
 
 
 def queries_of(rows: int, group: int, most: int) -> int:
@@ -77,8 +55,8 @@ def sizes_of(query: Any, key: Any, value: Any, named: int, size: int, scale: flo
     block_k = min(LONGEST[query.dtype.itemsize], power(size, LEAST))
     scale = 1 / math.sqrt(H) if scale is None else scale
     return Sizes(
-        B, T, S, N, K, H, HV, named, size, -(-size // block_k), scale, queries_of(rows, N // K, TOGETHER), power(N // K),
-        block_k, power(H, LEAST), power(HV, LEAST),
+        B, T, S, N, K, H, HV, named, size, scale, queries_of(rows, N // K, TOGETHER), block_k,
+        -(-size // block_k), power(N // K), power(H, LEAST), power(HV, LEAST),
     )  # fmt: skip
 
 
