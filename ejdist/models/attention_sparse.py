@@ -97,8 +97,9 @@ class SparseAttention(Attention):
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32; or those of a rank
         and before it, and a buffer of blocks. Of kernels what they keep, which is the result and the lse of each branch and the
-        chosen blocks; gradients of queries in float32, of both branches that flash attention computes and their sum; and a
-        branch's cotangent and gradient. On TPUs queries have tables beside them, of what each row reads (`kernels`' README)."""
+        chosen blocks. On GPUs also gradients of queries in float32, of both branches that flash attention computes and their
+        sum, and a branch's cotangent and gradient. On TPUs cotangents of branches take the place of their results, and there are
+        one more gradient of queries, their sum in float32, and tables of what each row reads (`kernels`' README)."""
         m, shape = c.sparse, self._shape(c, share)
         alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
         gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
@@ -110,7 +111,7 @@ class SparseAttention(Attention):
         kept = (
             BRANCHES * (shape.out + 4 * share.tokens * shape.heads) + 4 * share.tokens * shape.kv_heads * m.num_blocks
         )
-        kernels = 3 * (4 * shape.query // share.itemsize) + shape.out + shape.query
+        of_gpus = 3 * (4 * shape.query // share.itemsize) + shape.out + shape.query
         tables = 4 * share.tokens * shape.heads * (-(-m.num_blocks // 8) * 8 + TABLE_ROWS)
         return replace(
             alone,
@@ -119,9 +120,9 @@ class SparseAttention(Attention):
             rest=alone.rest + gates + (whole if share.sequence > 1 else 0),
             work=alone.work + 2 * gates + whole + 4 * whole // share.itemsize + sums,
             tpu_rest=alone.tpu_rest + kept,
-            tpu_work=alone.tpu_work + kernels + tables,
+            tpu_work=alone.tpu_work + shape.query + 4 * shape.query // share.itemsize + tables,
             gpu_rest=alone.gpu_rest + kept,
-            gpu_work=alone.gpu_work + kept + kernels,
+            gpu_work=alone.gpu_work + kept + of_gpus,
         )
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
