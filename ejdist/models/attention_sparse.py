@@ -98,8 +98,8 @@ class SparseAttention(Attention):
         """Returns the bytes: keys and values of all ranks, which are padded, and their gradients in float32; or those of a rank
         and before it, and a buffer of blocks. Of kernels what they keep, which is the result and the lse of each branch and the
         chosen blocks. On GPUs also gradients of queries in float32, of both branches that flash attention computes and their
-        sum, and a branch's cotangent and gradient. On TPUs cotangents of branches take the place of their results, and there are
-        one more gradient of queries, their sum in float32, and tables of what each row reads (`kernels`' README)."""
+        sum, and a branch's cotangent and gradient. On TPUs cotangents of branches take the place of their results, and there
+        are one more gradient of queries, their sum in float32, and tables of what each row reads (`kernels`' README)."""
         m, shape = c.sparse, self._shape(c, share)
         alone = super().memory(c, replace(share, order=replace(share.order, shards=1, stripe=1), outer=1))
         gates = share.tokens * c.num_heads // share.features * BRANCHES * share.itemsize
