@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from kernels.framework.interpret import interpret, interpreting
@@ -42,6 +42,7 @@ class Branches:
         one.
       missing: platform -> why no kernels run there, if their toolchain is missing.
       interpreted: compute capability of the GPU whose kernels are interpreted, or None to compile them.
+      traced: the branch for the CPU, where its effects were asked for; else None, and a branch is traced when it is lowered.
       stack: the Python stack when the call was traced. Lowering runs under a different stack, which shows neither the
         caller nor, in a ring, the strategy and ring step.
     """
@@ -52,6 +53,7 @@ class Branches:
     batched: Callable | None
     missing: Mapping[str, str]
     interpreted: int | None
+    traced: ClosedJaxpr | None
     stack: tuple[tuple[str, int, str], ...]
 
     def __repr__(self) -> str:
@@ -65,6 +67,7 @@ def apply(
     *operands: Any,
     batched: Callable | None = None,
     missing: Mapping[str, str] | None = None,
+    ordered: bool = False,
 ) -> Any:
     """Returns the result of the branch for the platform that this program is lowered for.
 
@@ -77,12 +80,15 @@ def apply(
         call.
       missing: platform -> why no kernels run there; a warning is issued once, when a program is lowered for a device of that
         platform.
+      ordered: whether the branch for the CPU may hold ordered host callbacks, as kernels in Pallas's interpreter do. It is then
+        traced here, for its effects.
     """
     leaves, tree = jax.tree.flatten(operands)
     leaves = [*map(jax.numpy.asarray, leaves)]
-    branches = Branches(name, by_platform, result, batched, missing or {}, interpreting(), _stack())
+    traced = _traced(by_platform["cpu"], jax.tree.unflatten(tree, leaves)) if ordered and interpreting() else None
+    branches = Branches(name, by_platform, result, batched, missing or {}, interpreting(), traced, _stack())
     shapes = tuple((tuple(x.shape), x.dtype) for x in jax.tree.leaves(result))
-    effects = _effects(by_platform["cpu"], operands) if interpreting() else frozenset()
+    effects = frozenset() if traced is None else frozenset(traced.effects)
     flat = _call_p.bind(*vary_alike(leaves), branches=branches, tree=tree, shapes=shapes, acts=effects)
     return jax.tree.unflatten(jax.tree.structure(result), flat)
 
@@ -134,13 +140,13 @@ def _run(*args: Any, **params: Any) -> Any:
         return jax.jit(lambda *a: _call_p.bind(*a, **params))(*args)
 
 
-def _effects(branch: Callable | str, operands: Any) -> frozenset:
-    """Returns the effects of a branch. Only Pallas's interpreter has any: ordered host callbacks."""
+def _traced(branch: Callable | str, operands: Any) -> ClosedJaxpr | None:
+    """Returns a branch on operands of these shapes, or None where there is none."""
     if isinstance(branch, str):
-        return frozenset()
+        return None
     with _local():
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-        return frozenset(jax.make_jaxpr(branch)(*shapes).effects)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), operands)
+        return jax.make_jaxpr(branch)(*shapes)
 
 
 @_call_p.def_effectful_abstract_eval
@@ -163,19 +169,20 @@ def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, **params: An
     if platform in branches.missing and device_kind(platform) is not None:
         _warn_once(branches.name, branches.missing[platform])
     try:
-        return _lowered(branches.by_platform[platform], ctx, args, branches, params["tree"])
+        chosen = branches.by_platform[platform]
+        if platform == "cpu" and branches.traced is not None:
+            return _lowered(jaxpr_as_fun(branches.traced), ctx, args, branches)
+        if isinstance(chosen, str):
+            raise Unsupported(chosen)
+        return _lowered(
+            lambda *leaves: jax.tree.leaves(chosen(*jax.tree.unflatten(params["tree"], leaves))), ctx, args, branches
+        )
     except Exception as error:
         error.add_note(f"{branches.name} was first called (most recent call last):\n{_shown(branches.stack)}")
         raise
 
 
-def _lowered(chosen: Callable | str, ctx: Any, args: Any, branches: Branches, tree: Any) -> Any:
-    if isinstance(chosen, str):
-        raise Unsupported(chosen)
-
-    def run(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(chosen(*jax.tree.unflatten(tree, leaves)))
-
+def _lowered(run: Callable, ctx: Any, args: Any, branches: Branches) -> Any:
     # Per-device arrays, whatever the enclosing mesh: kernels know nothing of it, and their loops carry unvarying
     # constants.
     plain = [jax.core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in ctx.avals_in]

@@ -47,8 +47,15 @@ def _branches(plan: Plan, make: Callable[[Choice, Any], Callable]) -> dict[str, 
     return {c.platform: c.reason if c.backend is None else make(c, c.backend) for c in plan.choices}
 
 
-def _missing(plan: Plan) -> dict[str, str]:
-    return {c.platform: c.missing for c in plan.choices if c.missing}
+def _apply(
+    plan: Plan, name: str, make: Callable[[Choice, Any], Callable], result: Any, *operands: Any, **batched: Any
+) -> Any:
+    """Returns the result of a plan's branches, `make(choice, its backend)` for each platform that has a backend."""
+    missing = {c.platform: c.missing for c in plan.choices if c.missing}
+    ordered = any(
+        c.platform == "cpu" and c.backend is not None and c.backend.toolchain == "pallas" for c in plan.choices
+    )
+    return apply(name, _branches(plan, make), result, *operands, missing=missing, ordered=ordered, **batched)
 
 
 def _contract_of(op: Operation, static: Mapping[str, Any], with_residuals: bool) -> Callable:
@@ -103,7 +110,7 @@ def _run_forward(
             return None
         return _batched_forward(op, plan, static, contract, result, size, is_batched[0], operands[0])
 
-    return apply(op.name, _branches(plan, make), result, traced, batched=batched, missing=_missing(plan))
+    return _apply(plan, op.name, make, result, traced, batched=batched)
 
 
 def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: dict, traced: dict) -> Any:
@@ -123,7 +130,7 @@ def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: d
 
         return branch
 
-    return apply(f"{op.name}_backward", _branches(plan, make), result, saved, traced, missing=_missing(plan))
+    return _apply(plan, f"{op.name}_backward", make, result, saved, traced)
 
 
 def _checked(op: Operation, backend: Backend, gradients: Mapping[str, Any], floats: dict[str, Any]) -> dict[str, Any]:
@@ -193,13 +200,15 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
       refusal: why `gradient` is None.
     """
     static = call.static()
-    contracts = {with_residuals: _contract_of(op, static, with_residuals) for with_residuals in (False, True)}
+    contract = _contract_of(op, static, False)
+    with_extra = contract if op.extra_residuals is None else _contract_of(op, static, True)
 
     def forward_of(plan: Plan, with_residuals: bool = False) -> Callable:
         """Returns a plan's forward, (inputs, others) -> (outputs, extra residuals), differentiable to any order."""
 
         def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-            return _run_forward(op, plan, static, contracts[with_residuals], merged(inputs, others), with_residuals)
+            shapes_of = with_extra if with_residuals else contract
+            return _run_forward(op, plan, static, shapes_of, merged(inputs, others), with_residuals)
 
         def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
             inputs, others = _primals((inputs, others))
