@@ -77,6 +77,7 @@ SLOW = {
         # The same kernels as in "together" and in tests/kernels/test_paged_attention_triton.py.
         ("page_attention", "decode_8k"),
         ("page_attention", "prefill_2k_of_8k"),
+        ("page_attention_with_lse", "together"),
         ("decode_attention", "decode_8k"),
         ("append_and_attend", "mixed"),
     },

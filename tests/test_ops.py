@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import as_tuple, check, covering, differentiable, on_this_machine, value_and_gradients
+from grid import BUILT_ON_ANOTHER, as_tuple, check, covering, differentiable, on_this_machine, value_and_gradients
 
 import kernels
 from kernels import Unsupported
@@ -134,9 +134,13 @@ def test_a_program_of_many_tokens_is_traced_without_an_array_of_all_pairs(op):
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_outputs_have_the_dims_that_the_contract_declares(op):
-    """What a backward is given too: by these dims arrays are placed on a mesh, and moved between ranks."""
-    for case in small(op):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
+def test_outputs_have_the_dims_that_the_contract_declares(op, every):
+    """What a backward is given too: by these dims arrays are placed on a mesh, and moved between ranks. Every case, or a few
+    that have all."""
+    cases = small(op)
+    few = covering([case for case in cases if "slow" not in case.tags])
+    for case in cases if every else [case for case in cases if case.name in few]:
         call = op.bind(**op.case_inputs(case))
         outputs = as_tuple(jax.eval_shape(lambda traced: op.function(**call.static(), **traced), call.traced()))  # noqa: B023
         by_name, sizes = dict(zip(op.outputs, outputs, strict=True)), dict(call.dims)
@@ -187,7 +191,10 @@ def test_a_dtype_that_no_backend_has_is_refused(op):
         op(**cast)
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, marks=[pytest.mark.slow] * (op.name in BUILT_ON_ANOTHER), id=name) for name, op in OPS.items()],
+)
 def test_the_same_call_gives_the_same_bits(op):
     arguments = op.case_inputs(op.cases[0])
     first, second = (op(**arguments) for _ in range(2))

@@ -77,6 +77,7 @@ def compiler(monkeypatch):
 
 
 LARGE = ["recipe=long_context", "model=8b", "data.sequence_length=131072", "data.global_batch=8"]
+PINNED = [*LARGE, "mesh.fsdp=8", "mesh.sp=8"]  # where nothing is asked of the search
 
 
 def test_what_it_says_of_a_recipe_as_it_is(compiler, capsys):
@@ -135,14 +136,14 @@ def test_gpus_that_cannot_be_compiled_for_are_estimated(monkeypatch, capsys):
         raise NoCompiler("there is no plugin")
 
     monkeypatch.setattr("ejdist.planning.compiled.compiled_step", absent)
-    assert main(["devices=64", "device=h200", *LARGE]) == 0
+    assert main(["devices=64", "device=h200", *PINNED]) == 0
     said = capsys.readouterr().out
     assert "predicted and not compiled" in said
     assert "nothing was compiled, and memory is an estimate: there is no plugin" in said
 
 
 def test_nothing_is_compiled_where_no_finalist_is_asked_for(compiler, capsys):
-    assert main(["devices=64", "device=h200", *LARGE, "finalists=0"]) == 0
+    assert main(["devices=64", "device=h200", *PINNED, "finalists=0"]) == 0
     assert not compiler.asked and "predicted and not compiled" in capsys.readouterr().out
 
 
@@ -169,7 +170,7 @@ def test_other_errors_of_a_compiler_are_no_estimates(monkeypatch):
 
     monkeypatch.setattr("ejdist.planning.compiled.compiled_step", broken)
     with pytest.raises(RuntimeError, match="a fault"):
-        main(["devices=64", "device=h200", *LARGE])
+        main(["devices=64", "device=h200", *PINNED])
 
 
 # -- bandwidth that was measured --------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ def test_what_the_doctor_writes_can_be_read(monkeypatch, tmp_path):
 
 def test_only_dp_goes_between_slices(compiler, capsys):
     compiler.peak = 9 << 30
-    assert main(["topology=v5p:4x4x4", "slices=2", *LARGE]) == 0
+    assert main(["topology=v5p:4x4x4", "slices=2", *LARGE, "mesh.sp=8"]) == 0
     said = capsys.readouterr().out
     asked = compiler.asked[0]
     assert asked.mesh.dp % 2 == 0 and math.prod(asked.mesh.sizes.values()) == 128

@@ -150,8 +150,15 @@ def mlp_gradients(x, matrices, d, precision, mesh=None, fused=True):
     return out, *pull(d)
 
 
-@pytest.mark.parametrize("precision", ["fp8_block", "fp8_row"])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("split", "precision"),
+    [
+        (False, "fp8_row"),
+        (True, "fp8_block"),
+        pytest.param(False, "fp8_block", marks=pytest.mark.slow),
+        pytest.param(True, "fp8_row", marks=pytest.mark.slow),
+    ],
+)
 def test_an_mlp_as_one_has_the_numbers_of_its_products_one_by_one(precision, split):
     mesh = make_mesh(fsdp=2, sp=2, tp=2) if split else None
     x, d = (RNG.standard_normal((4, 128, D)).astype(np.float32) for _ in range(2))

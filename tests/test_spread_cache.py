@@ -1,5 +1,7 @@
 """Caches whose pages are spread over devices: attention to them, and texts of prompts that no device could hold."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -44,8 +46,14 @@ def call(ranks, queries, seed=0):
     return draw(B, queries, 4, 8), *caches, np.array(LENGTHS, np.int32), tables
 
 
-@pytest.mark.parametrize("sizes", [{"sp": 2}, {"sp": 4}, {"cp": 2, "sp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("options", OPTIONS)
+def merged():
+    """Yields each pair of options and sizes of a mesh; each of them is quick once."""
+    quick = [("plain", {"sp": 2}), ("every", {"sp": 4}), ("every", {"cp": 2, "sp": 2, "tp": 2})]
+    for pair in itertools.product(OPTIONS, ({"sp": 2}, {"sp": 4}, {"cp": 2, "sp": 2, "tp": 2})):
+        yield pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in quick))
+
+
+@pytest.mark.parametrize(("options", "sizes"), list(merged()), ids=str)
 def test_attention_over_spread_pages_is_that_of_one_device(options, sizes):
     """Of single tokens and of chunks, whose first rows are past a request's beginning or before it."""
     mesh = make_mesh(**sizes)
@@ -73,7 +81,16 @@ def spread(known, ranks, **options):
     return Engine(known.model, params, buffers=buffers, mesh=mesh, **sizes | options)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("known", "ranks"),
+    [
+        ("attention", 2),
+        ("hybrid", 4),
+        pytest.param("attention", 4, marks=pytest.mark.slow),
+        pytest.param("hybrid", 2, marks=pytest.mark.slow),
+    ],
+    indirect=["known"],
+)
 def test_texts_of_prompts_that_no_device_could_hold(known, ranks):
     """A device has fewer pages than the longest prompt; chunks, which cross the ends of runs and of pages, and beginnings that
     are shared."""

@@ -46,7 +46,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+# "two_groups" decodes too.
+@pytest.mark.parametrize("call", [pytest.param(n, marks=[pytest.mark.slow] * (n == "decode")) for n in CALLS])
 def test_numbers(call, monkeypatch):
     *sizes, options = CALLS[call]
     a = batch(*sizes)

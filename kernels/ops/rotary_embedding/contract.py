@@ -305,6 +305,7 @@ def work(call: Call) -> tuple[Work, Work]:
     return each, each
 
 
+KERNELS = frozenset({"kernels"})
 _XPOS_KEY = {"xpos": XPos(True, 1024.0, 0.5, 2000.0), "interleaved": True}
 
 op = Op(
@@ -312,23 +313,25 @@ op = Op(
     local_dims={"B", "T", "N"},
     config=RotaryConfig,
     cases=(
-        _case("plain", {}, "smoke"),
-        _case("base", {"base": 5e5, "exact_from": None}),
-        Case("far", {"B": 2, "T": 24, "N": 2, "H": 16}, {"base": 5e5}, make={"positions": _far}),
+        # Frequencies that are scaled reach kernels as numbers: those have one kind of scaling.
+        _case("plain", {}, "smoke", "kernels"),
+        _case("base", {"base": 5e5, "exact_from": None}, "kernels"),
+        Case("far", {"B": 2, "T": 24, "N": 2, "H": 16}, {"base": 5e5}, make={"positions": _far}, tags=KERNELS),
         _case("exact", {"exact_from": 0, "rotary_dim": 8, "scaling": RopeScaling("yarn", 4.0, 1024)}, "slow"),
-        _case("interleaved", {"interleaved": True}),
-        _case("partial", {"rotary_dim": 8}, "code"),
+        _case("interleaved", {"interleaved": True}, "kernels"),
+        _case("partial", {"rotary_dim": 8}, "code", "kernels"),
         _case("linear", {"scaling": RopeScaling("linear", 4.0)}),
         _case("ntk", {"scaling": RopeScaling("ntk", 4.0)}),
         _case("yarn", {"scaling": RopeScaling("yarn", 4.0, 1024), "base": 1e6}),
         _case(
             "yarn_all",
             {"scaling": RopeScaling("yarn", 8.0, 256, 2.0, 16.0, 1.5), "rotary_dim": 12, "interleaved": True},
+            "kernels",
         ),
         _case("llama3", {"scaling": RopeScaling("llama3", 8.0, 8192), "base": 5e5}),
-        _case("xpos", {"xpos": XPos(center=2500.0), "rotary_dim": 8}),
+        _case("xpos", {"xpos": XPos(center=2500.0), "rotary_dim": 8}, "kernels"),
         _case("xpos_key", _XPOS_KEY, "slow"),
-        Case("shared_positions", {"B": 3, "T": 5, "N": 2, "H": 8}, make={"positions": _one_row}),
+        Case("shared_positions", {"B": 3, "T": 5, "N": 2, "H": 8}, make={"positions": _one_row}, tags=KERNELS),
         _case("llama_8b", {}, "bench", "code", B=1, T=131072, N=32, H=128),
     ),
     work=work,
