@@ -20,7 +20,9 @@ from ejdist.cluster.section import ClusterSection
 from ejdist.mesh import SEQUENCE_AXES
 from ejdist.models.decoder import DecoderConfig, decoder_type
 from ejdist.models.parts import PARTS
+from ejdist.models.stack import counted_parts
 from ejdist.registered import LOSS, OPTIMIZER, PluginError, entry_of, grown, sections_of
+from ejdist.sequence.schemes import SCHEMES
 from ejdist.training.attending import by_scheme
 from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.optimizer import MUON, OptimizerSection
@@ -212,11 +214,12 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
             why |= dict.fromkeys((f"{section}.{name}" for name in names), reason)
     if parts <= PARTS.keys() and not by_scheme(model):
         reason = "no layer attends by a scheme: sparse attention gathers its keys, and recurrences pass a state on"
-        ways = [
-            f"sequence.{f.name}"
-            for f in dataclasses.fields(recipe.sequence)
-            if f.name not in ("order", "stripe", "verify")
-        ]
+        # Sparse attention sends blocks where the scheme has a buffer for them.
+        blocks = SCHEMES[recipe.sequence.named]().blocks is not None and any(
+            part.selects for part in counted_parts(model)
+        )
+        effective = {"order", "stripe", "verify", *(("scheme", "buffer") if blocks else ())}
+        ways = [f"sequence.{f.name}" for f in dataclasses.fields(recipe.sequence) if f.name not in effective]
         why = dict.fromkeys(ways, reason) | why
     if not recipe.lora.rank:
         why["lora."] = "lora.rank = 0 trains all parameters"

@@ -253,6 +253,7 @@ def test_a_key_that_takes_a_text_has_the_letters_that_are_typed(text):
         (["recipe=moe", "mesh.ep=1", "experts.overlap=halves"], [2]),
         (["recipe=moe", "mesh.ep=2", "experts.overlap=halves"], []),
         (["model=sparse_nano", "sequence.scheme=ulysses", "sequence.hops=batch", "sequence.order=zigzag"], [1, 2]),
+        (["model=sparse_nano", "sequence.scheme=group_cast", "sequence.buffer=1", "sequence.hops=mask"], [3]),
         (["model=sparse_nano", "model.layer_pattern=[sparse,full]", "sequence.scheme=ulysses"], []),
         (["model.layer_pattern=[latent]", "model.ffn_dim=64", "model.head_dim=16", "model.num_kv_heads=1"], [2, 3]),
         (["model.layer_pattern=[nothing]", "model.ffn_dim=64"], [1]),  # which the run refuses

@@ -260,6 +260,8 @@ def test_a_plan_counts_the_chunks_of_documents():
     assert (sum(switch.calls.values()), sum(torus.calls.values())) == (2 * 7 + 2, 3 * 7 * 7), (
         "a pass with what goes back"
     )
+    in_place, merged = (GroupCast(1).passes(dataclasses.replace(shape, tiles=tiles)) for tiles in (64, 0))
+    assert 0 < in_place < merged, "packing, and where kernels do not add in place the merge of each pass"
     assert GroupCast(0.25).memory(shape).work < GroupCast().memory(shape).work < GroupCast(2).memory(shape).work
 
 
@@ -273,6 +275,13 @@ def test_auto_takes_it_where_documents_are_few_of_many_ranks():
     assert far.order.order.name == "balanced" and "is group_cast in balanced order" in far.describe()
     short = chosen(f"{RECIPE}1048576 mesh.sp=64", sp=64)
     assert (short.scheme, short.order.order.name) == ("ring", "contiguous")
+    # Latents of 128 heads, on one host: passes that do not add in place merge outputs 28 times as wide as what is sent.
+    deep = RECIPE.replace("model=8b model.num_layers=1", "model=deepseek_v3 model.num_layers=4")
+    latents = chosen(f"{deep}65536 mesh.sp=8", sp=8).of_schemes()
+    assert latents["group_cast"] > 1.1 * latents["ring"]
+    # Blocks of sparse layers travel by name alone, as what packing them takes is not known.
+    sparse = chosen(f"{RECIPE}1048576 mesh.sp=16".replace("model=8b", "model=sparse_8b"), sp=16).of_schemes()
+    assert sparse and "group_cast" not in sparse
     near = chosen(f"{RECIPE}32768 mesh.sp=4")
     assert near.scheme != "group_cast" and near.of_schemes()["group_cast"] > near.of_schemes()["ring"]
 

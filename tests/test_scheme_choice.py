@@ -57,8 +57,8 @@ def measured(name, scheme, ranks=4):
 
 @pytest.mark.parametrize("size", ["8k", "32k"])
 def test_what_four_h200s_took(size):
-    """Of two schemes what was faster is expected to be, unless a fiftieth is between them; each takes what is expected of it,
-    within a fifth: what short documents leave idle at the end of a launch is in no prediction. So are the shares of exchanges
+    """Of two schemes what was faster by more than a fiftieth is expected to be; each takes what is expected of it, within a
+    fifth: what short documents leave idle at the end of a launch is in no prediction. So are the shares of exchanges
     that are waited for."""
     rows = {"ring": measured(f"packed_{size}", "ring"), "ulysses": measured(f"ulysses_{size}", "ulysses")}
     tokens = rows["ring"][3]
@@ -66,7 +66,9 @@ def test_what_four_h200s_took(size):
     for name, (took, exchange, waited, _) in rows.items():
         assert expected[name] == pytest.approx(took, rel=0.21 if size == "8k" else 0.07), name
         assert waited / exchange == pytest.approx(WAITED[name == "ring"], abs=0.12)
-    assert (expected["ring"] < 1.02 * expected["ulysses"]) and rows["ring"][0] < 1.02 * rows["ulysses"][0]
+    took = {name: row[0] for name, row in rows.items()}
+    faster, slower = sorted(took, key=took.get)
+    assert took[slower] < 1.02 * took[faster] or expected[faster] < expected[slower]
 
 
 @pytest.mark.parametrize(("documents", "order"), [("one", "zigzag"), ("long_tail", "striped")])

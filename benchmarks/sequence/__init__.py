@@ -17,9 +17,10 @@ backend that dispatch chooses and by the one that was asked for; its time over t
 work: the same program in which nothing travels but segment ids, once: keys that would arrive are the device's own.
 exchange: the same transfers with the attention left out. What the whole takes longer than the work is exposed.
 
-rank=NUMBER ranks=N: what a ring, an all-gather and a halo compute on that rank of N, on one device, beside one call of as much
-work; and each hop of the ring alone. What would arrive is the rank's own. `worst` is the rank with the most pairs; `all` lists
-the pairs of all ranks in every order and times nothing.
+rank=NUMBER ranks=N: what a ring, an all-gather, a halo and a group-cast compute on that rank of N, on one device, beside one
+call of as much work, and of packed rows beside the whole row; and each hop of the ring alone. What would arrive is the rank's
+own; of a group-cast as many passes as this rank needs are made, where a run makes as many as any does. `worst` is the rank with
+the most pairs; `all` lists the pairs of all ranks in every order and times nothing.
 stripe: tokens of the stripes or chunks of an order that has them; 0 for those that a recipe has by default.
 
 plan: a set of cases, see plans.py; options that it changes are not taken from the command line. part=1/4: every fourth of them,

@@ -297,10 +297,10 @@ def _measure(
     for label in labels.values():
         row = rows.rows[label]
         alone, made = median(row, "alone_ms"), median(row, "whole_ms")
+        if made is not None and (of_row := median(row, "row_ms")) is not None:
+            row["efficiency_of_row"] = of_row * rank.share_of_row / made
         if alone is not None and made is not None:
             row["efficiency"] = alone * row["share"] / made
             row["tflops"] = call.flops(row["direction"], row["pairs"]) / made / 1e9
-            if (of_row := median(row, "row_ms")) is not None:
-                row["efficiency_of_row"] = of_row * rank.share_of_row / made
             if "hops_ms" in row:
                 row["efficiency_of_hops"] = alone * row["share"] / row["hops_ms"]

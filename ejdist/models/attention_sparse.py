@@ -45,6 +45,7 @@ class SparseAttention(Attention):
     prefix = "sparse_"
     saves = ()
     offloads = ("sparse_attention.out",)
+    selects = True
     fixed_order = True
 
     def check(self, c: DecoderShape) -> None:

@@ -42,6 +42,7 @@ class Part:
     name: parts with the same name share a stack of parameters, a row per layer, so they must declare the same parameters.
     saves: checkpoint names of residuals that are costly to recompute; policies with `Remat.asked` save them.
     offloads: names of large residuals, which a policy with `Remat.host` offloads to the host.
+    selects: whether it sends the blocks that its queries select where a scheme has a buffer for these (`Scheme.blocks`).
     fixed_order: whether it has no form for an order that each row brings (`Order.carried`): that of a recurrence. Then neither
       `sequence.order=auto` nor a plan chooses one.
 
@@ -53,6 +54,7 @@ class Part:
     name: str
     saves: tuple[str, ...] = ()
     offloads: tuple[str, ...] = ()
+    selects: bool = False
     fixed_order: bool = False
 
     def check(self, c: DecoderShape) -> None:

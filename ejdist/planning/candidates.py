@@ -26,7 +26,7 @@ from ejdist.sequence.group_cast import BUFFER as CHUNKS_AHEAD
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, options_of
 from ejdist.sequence.way import BY_BATCH
-from ejdist.training.attending import by_scheme
+from ejdist.training.attending import by_scheme, chosen_among
 from ejdist.training.optimizer import fixed
 
 # The keys that are searched.
@@ -196,7 +196,7 @@ def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidat
     levels; nothing where either axis is given, or where no layer attends by a scheme."""
     if {f"mesh.{CP}", f"mesh.{SP}"} & {*given} or not by_scheme(s.model):
         return
-    sizes, schemes = of.sizes, (s.sequence.named,) if SCHEME in given else [*SCHEMES]
+    sizes, schemes = of.sizes, (s.sequence.named,) if SCHEME in given else chosen_among(s.model)
     ranks, heads = sizes[CP] * sizes[SP], s.model.num_heads // sizes[TP]
     for inner in (n for n in range(2, ranks) if ranks % n == 0):
         mesh, axes = {**sizes, CP: ranks // inner, SP: inner}, ((CP, ranks // inner), (SP, inner))
@@ -229,9 +229,7 @@ def details(
         HOPS: (BY_BATCH,) if "hops" in options and documents.lengths and section.hops == AUTO else (),
         BUFFER: BUFFERS if tight and "buffer" in options and section.buffer == CHUNKS_AHEAD else (),
         LEVELS: (2,) if "levels" in options and axes[1:] and section.levels == 1 else (),
-        OUTER: tuple(n for n in [*SCHEMES] if "hops" in options_of(SCHEMES[n]))
-        if "outer" in options and axes[1:]
-        else (),
+        OUTER: tuple(n for n in SCHEMES if "hops" in options_of(SCHEMES[n])) if "outer" in options and axes[1:] else (),
     }
     choices = [((), *(((key, value),) for value in values)) for key, values in tried.items() if key not in pinned]
     for chosen in itertools.islice(itertools.product(*choices), 1, None):
@@ -254,7 +252,7 @@ def ways(
     split, heads = bool(axes), s.model.num_heads // sizes[TP]
     open_keys = {key for key, value in ((SCHEME, s.sequence.scheme), (ORDER, s.sequence.order)) if value == AUTO}
     given = {*given} - open_keys
-    schemes = [name for name in [*SCHEMES] if split and _takes(s.sequence, name, heads, axes)]
+    schemes = [name for name in chosen_among(s.model) if split and _takes(s.sequence, name, heads, axes)]
     over = tuple(sizes.get(a, 1) for a in s.experts.axes)
     mixed = has_experts(s.model) and math.prod(over) > 1
     if not by_scheme(s.model):  # all are alike

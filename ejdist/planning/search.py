@@ -101,9 +101,8 @@ class Predictor:
         """Returns the prediction; memory alone where that is more than `room`, None for what is not legal."""
         s = candidate.applied(self.sections)
         rows = s.data.global_batch // s.accumulation // rows_over(candidate.sizes)
-        if (
-            s.experts.overlaps(candidate.sizes, has_experts(s.model)) and rows < 2
-        ):  # which hangs on the batch, as nothing below does
+        halved = s.experts.overlaps(candidate.sizes, has_experts(s.model))
+        if halved and rows < 2:  # which hangs on the batch, as nothing below does
             return None
         if candidate.mesh not in self._held:
             try:

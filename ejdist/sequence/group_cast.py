@@ -376,8 +376,11 @@ class GroupCast(Scheme):
         return sent
 
     def passes(self, shape: AttentionShape) -> float:
-        forward, backward = _PASSES
-        return (forward * shape.forwards + backward) * self._sent(shape)[1] * shape.travelling
+        (passes, parts), (forward, backward) = self._sent(shape), _PASSES
+        packed = (forward * shape.forwards + backward) * parts * shape.travelling
+        # Where kernels do not add in place, what there is so far is read and written in each pass.
+        merged = 0 if shape.tiles else 2 * passes * shape.float32 * (shape.forwards * shape.out + shape.query)
+        return packed + merged
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
         keys, wide = shape.travelling, shape.float32

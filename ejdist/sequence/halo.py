@@ -39,7 +39,8 @@ class Piece:
         another, of each.
       start, tokens: where it begins, counted in tokens before the run that it is for, and how many of a run there are.
       pairs: (sender, receiver).
-      around: how many of the first ranks get it from the last ones. It lies before their next runs, the last one's before none.
+      around: how many of the first ranks are sent it by the last ones. It lies before their next runs, and what is of the last
+        run before none.
     """
 
     run: int
@@ -87,7 +88,7 @@ def pieces(order: Order, length: int, reach: int) -> tuple[Piece, ...]:
     n, run = order.shards, run_length(order, length)
     tokens = {back: min(run, reach - (back - 1) * run) for back in range(1, -(-reach // run) + 1)}
     if not order.in_parts:
-        every = [(back, tuple((s, (s + back) % n) for s in range(n))) for back in tokens if back < n]
+        every = [(back, tuple((s, (s + back) % n) for s in range(n))) for back in tokens]
         count = length // n // run
         return tuple(Piece(0, 0, count, (b - 1) * run + tokens[b], tokens[b], pairs, b) for b, pairs in every)
     runs = order.runs(length // n)  # ascending on each rank
@@ -222,7 +223,8 @@ class HaloCall:
         return {n: x.reshape(x.shape[0], -1, *x.shape[3:]) for n, x in total.items()}
 
     def _turned(self, x: jax.Array, piece: Piece, runs: int) -> jax.Array:
-        """Returns a part of a piece as it lies on this rank: where it comes around that many runs later, and zeros before."""
+        """Returns a part of a piece, `runs` later where this rank is one that it comes around to: 1 of keys that came, -1 of
+        gradients that go back. Zeros take the place of the run that is missing."""
         if not piece.around:
             return x
         here, edges = exchange.rank(self.local.axis) < piece.around, [(0, 0)] * x.ndim

@@ -22,6 +22,7 @@ from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts
 from ejdist.order import Order
 from ejdist.sequence.in_place import tile_of
+from ejdist.sequence.schemes import SCHEMES
 from ejdist.training.program import TrainSections
 
 Pair = tuple[str, str]  # a scheme and an order
@@ -65,6 +66,13 @@ def by_scheme(model: Any) -> list[Part]:
     """Returns the parts whose keys travel by `sequence.scheme`, in the order of the sequence. Others gather them in the order
     of the text, or pass a state on."""
     return [part for part in attention_of(model) if not part.flops(model).of_text]
+
+
+def chosen_among(model: Any) -> list[str]:
+    """Returns the names of the schemes that `sequence.scheme=auto` and plans choose among. Blocks of native sparse attention
+    travel by name alone: what packing them takes is in no cost."""
+    selects = any(part.selects for part in counted_parts(model))
+    return [name for name, scheme in SCHEMES.items() if not selects or scheme().blocks is None]
 
 
 def held(model: Any, share: Share) -> int:

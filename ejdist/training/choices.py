@@ -21,7 +21,16 @@ from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP
 from ejdist.models.share import Share
 from ejdist.order import AUTO, STRIPES
 from ejdist.sequence.schemes import SCHEMES, Halo
-from ejdist.training.attending import Pair, alone_seconds, held, put_together, ranked_pairs, share_of, waited
+from ejdist.training.attending import (
+    Pair,
+    alone_seconds,
+    chosen_among,
+    held,
+    put_together,
+    ranked_pairs,
+    share_of,
+    waited,
+)
 from ejdist.training.curriculum import Stage
 from ejdist.training.data import Data
 from ejdist.training.flops import attention_share
@@ -80,7 +89,7 @@ def choose_pair(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarray
     seconds: dict[Pair, float] = {}
     holds: dict[Pair, int] = {}
     pinned = s.sequence.scheme != AUTO
-    for name in [s.sequence.scheme] if pinned else SCHEMES:
+    for name in [s.sequence.scheme] if pinned else chosen_among(s.model):
         one = replace(s, sequence=replace(s.sequence, scheme=name))
         refused = one.sequence.made().rejects(heads, over) is not None
         if not pinned and (issubclass(SCHEMES[name], Halo) or refused):

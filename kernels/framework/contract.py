@@ -269,7 +269,7 @@ class Op:
         if not pool and toolchain is not None:
             self._no_such_backend(toolchain)
         if device not in ("any", *DEVICE_OF_PLATFORM.values()):
-            raise ValueError(f"{self.name}: cfg.backend = {device!r} is unknown; use any, cpu, gpu or tpu")
+            raise ValueError(f"{self.title}: cfg.backend = {device!r} is unknown; use any, cpu, gpu or tpu")
         reasons = {b.name: b.refuses(self, call, differentiated) for b in pool}
         for b in pool:
             if device != "any" and device not in {DEVICE_OF_PLATFORM[p] for p in b.platforms}:
@@ -305,7 +305,7 @@ class Op:
         if toolchain in Platform or toolchain in self.priority:
             raise Unsupported(f"{self.title} has no {toolchain} backend; it has {', '.join(self.backends)}")
         raise ValueError(
-            f"{self.name}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(names)}"
+            f"{self.title}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(names)}"
         )
 
     def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan:
@@ -325,11 +325,11 @@ class Op:
     def check_asked(self, toolchain: Any, cfg: Any) -> None:
         """Raises ValueError if `platform` or `cfg` has the wrong type."""
         if toolchain is not None and not isinstance(toolchain, str):
-            raise ValueError(f"{self.name}: argument 'platform' must be None or a name, got {toolchain!r}")
+            raise ValueError(f"{self.title}: argument 'platform' must be None or a name, got {toolchain!r}")
         if cfg is not None and self.config is None:
-            raise ValueError(f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; omit it")
+            raise ValueError(f"{self.title}: argument 'cfg' = {cfg!r}: this operation has no configurations; omit it")
         if cfg is not None and self.config is not None and not isinstance(cfg, self.config):
-            raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
+            raise ValueError(f"{self.title}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
 
     def __call__(self, *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:
         """Returns all outputs of the contract: a tuple, or the bare array if there is only one.

@@ -150,4 +150,32 @@ FAULTS = (
         "None",
         f"{TESTS} -k says_the_buffer",
     ),
+    Fault(
+        "passes of a group-cast merge nothing in a prediction",
+        "GroupCast.passes",
+        "$packed + $merged",
+        "$packed",
+        f"{TESTS} -k auto_takes",
+    ),
+    Fault(
+        "what packing chunks takes is in no prediction",
+        "GroupCast.passes",
+        "$packed + $merged",
+        "$merged",
+        f"{TESTS} -k plan_counts",
+    ),
+    Fault(
+        "auto takes blocks of sparse layers, which no cost counts",
+        "chosen_among",
+        "not $selects or $scheme().blocks is None",
+        "True",
+        f"{TESTS} -k auto_takes",
+    ),
+    Fault(
+        "a scheme by which sparse layers send blocks is said to change nothing",
+        "unread",
+        "('scheme', 'buffer') if $blocks else ()",
+        "()",
+        "tests/test_commands.py -k nothing_reads",
+    ),
 )
