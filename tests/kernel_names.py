@@ -1,5 +1,6 @@
-"""Which Triton kernels a program for CUDA holds, without their code: four fifths of the compiler's time come after the
-layout of their blocks. What the code is like is held in test_code.py, and beside the operations whose kernels it is of."""
+"""Programs for CUDA whose Triton kernels have a name, and no code: four fifths of the compiler's time come after the layout of
+their blocks. Which kernels there are, and when XLA starts what is around them, does not depend on it. What the code is like is
+held in test_code.py, and beside the operations whose kernels it is of."""
 
 import contextlib
 import re
@@ -21,7 +22,9 @@ def without_code():
         return ""
 
     def no_ptx(self, llir, metadata, options, capability):
-        return f"//\n.version 8.0\n.reqntid {32 * options.num_warps}\n"
+        # XLA has what it is given assembled.
+        entry = f".visible .entry {metadata['name']}()\n.reqntid {32 * options.num_warps}\n{{\nret;\n}}\n"
+        return f"//\n.version 8.0\n.target sm_{capability}\n.address_size 64\n{entry}"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CUDABackend, "make_llir", no_llir)
