@@ -1,6 +1,7 @@
 """Prompts over pages on Hopper: flash attention's kernel, which loads its blocks of keys from pages, interpreted."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from grid import FLOOR, error
 from hopper import interpreted
+from kernel_names import names_of_kernels
 
 from kernels.engines.attention import triton_calls
 from kernels.framework.interpret import interpret
@@ -112,15 +114,22 @@ def test_other_calls_take_the_other_kernel():
         dataclasses.replace(cfg, mixed_num_warps=24)
 
 
-@pytest.mark.parametrize(
-    ("capability", "kernel"),
-    [pytest.param(80, "paged_kernel", marks=pytest.mark.slow), (90, "warp_specialized_fwd_kernel")],
-)
-def test_the_kernel_of_each_gpu(capability, kernel):
+def prompts_over_pages():
+    """Returns a call of two rows of 128 queries, and its arrays."""
     shape, pages = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((64, 16, 2, 128), jnp.bfloat16)
     arrays = shape((2, 128, 4, 128), jnp.bfloat16), pages, shape((2,), jnp.int32), shape((2, 20), jnp.int32), pages
-    report = checks.export_cuda(lambda *a: page_op(*a, platform="triton"), *arrays, compute_capability=capability)
-    assert next(k.name for k in report.kernels) == kernel
+    return functools.partial(page_op, platform="triton"), *arrays
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [(80, "paged_kernel"), (90, "warp_specialized_fwd_kernel")])
+def test_the_kernel_of_each_gpu(capability, kernel):
+    assert names_of_kernels(*prompts_over_pages(), compute_capability=capability)[0] == kernel
+
+
+@pytest.mark.slow  # of a mixed batch the same kernels are quick
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_of_prompts_do_not_spill(capability):
+    report = checks.export_cuda(*prompts_over_pages(), compute_capability=capability)
     assert all(k.resources["spill_stores"] <= 8 for k in report.kernels)
 
 
