@@ -212,7 +212,8 @@ def test_sides_of_tiles_and_warps_are_powers_of_2(op):
             return sum(jnp.sum(x.astype(jnp.float32)) for x in outputs if jnp.issubdtype(x.dtype, jnp.floating))
 
         with interpret():
-            jax.eval_shape(jax.grad(loss) if trains else loss, floats)
+            # Kernels are traced when a program is lowered.
+            jax.jit(jax.value_and_grad(loss) if trains else loss).lower(floats)
 
     refused = 0
     for path in integers(cfg):
