@@ -250,7 +250,7 @@ FAULTS = (
     Fault(
         "auto looks at other schemes where one is pinned",
         "choices:choose_pair",
-        "[$s.sequence.scheme] if $pinned else SCHEMES",
+        "[$s.sequence.scheme] if $pinned else chosen_among($s.model)",
         "SCHEMES",
         "tests/test_scheme_choice.py -k pinned_stays",
     ),
