@@ -141,7 +141,7 @@ def _run(*args: Any, **params: Any) -> Any:
 
 
 def _traced(branch: Callable | str, operands: Any) -> ClosedJaxpr | None:
-    """Returns a branch on operands of these shapes, or None where there is none."""
+    """Returns the jaxpr of a branch for operands of these shapes; None where it is the reason why there is no backend."""
     if isinstance(branch, str):
         return None
     with _local():
