@@ -22,7 +22,7 @@ def test_the_table_pairs_runs_of_one_seed(tmp_path):
     assert shown == pytest.approx(100 * mean, abs=0.1) and 0 < error < 0.2
     result["losses"]["fp8_row"] = [curve(2.0)]
     assert precisions.table(result).splitlines()[-1].endswith("+0.00% | one pair has none |")
-    precisions.draw(result, tmp_path / "curves.png")
+    precisions.draw({**result, "steps": 200}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
@@ -47,3 +47,20 @@ def test_each_precision_is_trained_from_each_seed(tmp_path, monkeypatch):
     assert asked == runs
     losses = json.loads((tmp_path / "x.json").read_text())["losses"]
     assert {name: len(of) for name, of in losses.items()} == {"bf16": 3, "fp8_row": 3, "fp8_row+head": 3}
+
+
+def test_results_of_several_devices_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(precisions, "losses_of", lambda words, steps, recipe: curve(2.0 + int(words[-1]), steps))
+    files = [str(tmp_path / f"{first}.json") for first in (0, 2)]
+    for first, file in zip((0, 2), files, strict=True):
+        precisions.main(["steps=200", "seeds=2", f"first={first}", "precisions=fp8_row", f"out={file}"])
+    out = tmp_path / "all.json"
+    precisions.main([f"join={','.join(files)}", f"out={out}"])
+    result = json.loads(out.read_text())
+    assert result["seeds"] == [0, 1, 2, 3]
+    assert [x[-1] for x in result["losses"]["fp8_row"]] == [2.0, 3.0, 4.0, 5.0]
+    with pytest.raises(SystemExit, match="seeds of their own; two have \\[0, 1\\]: give first="):
+        precisions.main([f"join={files[0]},{files[0]}"])
+    (tmp_path / "other.json").write_text(json.dumps({**result, "steps": 400}))
+    with pytest.raises(SystemExit, match="steps must be the same in all results, got 200 and 400"):
+        precisions.main([f"join={files[0]},{tmp_path / 'other.json'}"])
