@@ -6,13 +6,11 @@ Run with the command in CONTRIBUTING.md.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import FLOOR, differentiable, error, value_and_gradients
+from grid import FLOOR, differentiable, error, named, value_and_gradients, widened
 
 import kernels
-from kernels.framework.binding import is_float_array
 
 
 def has_cuda():
@@ -52,17 +50,16 @@ def without_gradient(op, arguments):
 def off(op, backend, case, dtype, cfg=None):
     """Returns what is farther from the contract in float32 than twice its own rounding, by name."""
     arguments = inputs(op, backend, case, dtype)
-    exact = {k: v.astype(jnp.float32) if is_float_array(v) else v for k, v in arguments.items()}
     fixed = without_gradient(op, arguments)
     # A contract says what is meant, not how: on a GPU its products of float32 would be rounded to tf32.
     with jax.default_matmul_precision("highest"):
-        truth, true_gradients, d = value_and_gradients(op.function, exact, None, fixed)
-        rounded, rounded_gradients, _ = value_and_gradients(op.function, arguments, d, fixed)
+        *exact, d = value_and_gradients(op.function, widened(arguments), None, fixed)
+        *rounded, _ = value_and_gradients(op.function, arguments, d, fixed)
     run = functools.partial(op, platform=backend, cfg=cfg)
-    got, gradients, _ = value_and_gradients(lambda **a: run(**a), arguments, d, fixed)
-    rows = [*zip(op.outputs, got, truth, rounded)]
-    rows += [(f"d_{n}", gradients[n], true_gradients[n], rounded_gradients[n]) for n in true_gradients]
-    return [(name, cfg) for name, a, w, y in rows if not error(a, w) <= 2 * error(y, w) + FLOOR[dtype]]
+    *got, _ = value_and_gradients(lambda **a: run(**a), arguments, d, fixed)
+    truth, rounded, got = (named(op, *of) for of in (exact, rounded, got))
+    assert set(got) == set(truth)
+    return [(n, cfg) for n, w in truth.items() if not error(got[n], w) <= 2 * error(rounded[n], w) + FLOOR[dtype]]
 
 
 @each
