@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,15 @@ def words_of(name: str) -> str:
     return f"model.precision={precision}" + (" model.precision_head=true" if plus else "")
 
 
-def compared(steps: int, seeds: range, precisions: list[str], keys: str = "") -> Curves:
-    """Returns the losses of each run, those of bfloat16 first."""
+def compared(steps: int, seeds: range, precisions: list[str], keys: str = "") -> Iterator[Curves]:
+    """Yields, after each run, the losses of every run so far, those of bfloat16 first."""
     curves: Curves = {}
     for name in dict.fromkeys([BF16, *precisions]):
         for seed in seeds:
             losses = losses_of(f"{keys} {words_of(name)} run.seed={seed}", steps, RECIPE)
             curves.setdefault(name, []).append([round(x, 4) for x in losses])
             print(f"{name}, seed {seed}: {np.mean(losses[-SPAN:]):.4f}", flush=True)
-    return curves
+            yield curves
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -137,6 +138,11 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def keep(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result) + "\n")
+
+
 def main(argv: list[str]) -> None:
     o, keys = split(OPTIONS, argv)
     if o["seeds"] < 1 or o["first"] < 0 or o["steps"] < 2 * SPAN:
@@ -144,6 +150,7 @@ def main(argv: list[str]) -> None:
             f"seeds must be at least 1, first at least 0 and steps at least {2 * SPAN}, got {o['seeds']}, {o['first']} and "
             f"{o['steps']}"
         )
+    out = Path(o["out"]) if o["out"] else HERE / "results" / "precisions" / "nano.json"
     if o["join"]:
         if keys:
             raise SystemExit(f"join= takes results as they are, and no keys of a recipe: leave out {' '.join(keys)}")
@@ -151,11 +158,11 @@ def main(argv: list[str]) -> None:
     else:
         seeds = range(o["first"], o["first"] + o["seeds"])
         said = {**provenance(o["commit"]), "device": jax.devices()[0].device_kind, "recipe": RECIPE, "keys": keys}
-        losses = compared(o["steps"], seeds, o["precisions"].split(","), " ".join(keys))
-        result = {**said, "steps": o["steps"], "span": SPAN, "seeds": list(seeds), "losses": losses}
-    out = Path(o["out"]) if o["out"] else HERE / "results" / "precisions" / "nano.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result) + "\n")
+        said |= {"steps": o["steps"], "span": SPAN, "seeds": list(seeds)}
+        for losses in compared(o["steps"], seeds, o["precisions"].split(","), " ".join(keys)):
+            result = {**said, "losses": losses}
+            keep(result, out)  # should a later run be stopped
+    keep(result, out)
     draw(result, out.with_suffix(".png"))
     print(table(result))
 
