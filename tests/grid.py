@@ -80,6 +80,11 @@ def covering(cases):
     return frozenset(names)
 
 
+def richest(cases):
+    """Returns the name of the case that has most facts."""
+    return max(cases, key=lambda case: len(facts(case, cases[0]))).name
+
+
 def differentiable(op):
     """Returns whether any backend has a backward; an operation of which none has is forward only."""
     return any(b.backward is not None for b in op.backends.values())

@@ -26,6 +26,7 @@ SLOW = {
         ("ragged_delta_rule", "decode"),
         ("delta_rule", "qwen3_next"),
         ("delta_rule", "kimi_linear"),
+        ("rwkv7", "small"),
         ("rwkv7", "rwkv7_3b"),
         ("flash_attention", "causal_32k_gqa"),
         ("flash_attention", "wide_causal_8k"),
@@ -50,6 +51,13 @@ SLOW = {
         ("native_sparse_attention", "paper_64k"),
     },
     "triton": {
+        # Every option at once takes 15 seconds; what Hopper's kernels make of fewer is in test_flash_attention_hopper.py.
+        ("flash_attention", "together"),
+        ("rwkv7", "small"),
+        ("state_space_v1", "small"),
+        ("state_space_v2", "packed"),  # the kernels of linear attention
+        ("page_attention", "decode_8k_int8"),
+        ("blocksparse_attention", "tenth_of_16k_per_head"),
         ("flash_attention", "causal_32k_gqa"),
         ("flash_attention", "wide_causal_8k"),
         ("grouped_matmul", "qwen3_gate_up"),

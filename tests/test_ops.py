@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import BUILT_ON_ANOTHER, as_tuple, check, covering, differentiable, on_this_machine, value_and_gradients
+from grid import (
+    as_tuple,
+    check,
+    covering,
+    differentiable,
+    on_this_machine,
+    richest,
+    value_and_gradients,
+)
 
 import kernels
 from kernels import Unsupported
@@ -30,13 +38,13 @@ def small(op):
 
 
 def covered(op, backend):
-    """Returns the names of the cases of a backend's quick rows: of kernels a few that have all, and what is refused."""
+    """Returns the names of the cases of a backend's quick rows: a few that have all that it takes, and what it refuses. Of a
+    Pallas kernel, which is slow to interpret, the one that has most: the others are in the files of those kernels."""
     cases = [case for case in small(op) if "slow" not in case.tags]
-    if backend.toolchain not in ("triton", "pallas"):
-        return {case.name for case in cases}
     chosen = [case for case in cases if "kernels" in case.tags] if backend.toolchain == "pallas" else []
     taken = [c for c in chosen or cases if {*c.options, *c.arrays, *c.make} <= backend.names()]
-    return covering(taken) | {case.name for case in cases if case not in taken}
+    few = {richest(taken)} if taken and backend.toolchain == "pallas" else covering(taken)
+    return few | {case.name for case in cases if case not in taken}
 
 
 def dtypes_of(op):
@@ -60,9 +68,9 @@ def _rows():
                     elsewhere = backend.toolchain == "triton" or op.name == "causal_conv1d"
                     elsewhere &= backend.toolchain != "xla" and case.name in ("documents", "packed")
                     left_out |= elsewhere and op.name in RECURRENCES
-                    # float32 is the sharpest; in bfloat16, the narrowest, kernels of each engine have a case, as in training.
-                    # The full grid has every case in every dtype.
-                    narrow = dtype == "bfloat16" and case is op.cases[0] and backend.toolchain in ("triton", "pallas")
+                    # float32 is the sharpest; in bfloat16, the narrowest, Triton kernels of each engine have a case, as in
+                    # training. The full grid has every case in every dtype.
+                    narrow = dtype == "bfloat16" and case is op.cases[0] and backend.toolchain == "triton"
                     narrow &= op.name in OF_EACH_ENGINE
                     narrow |= dtype == "float8_e4m3fn"  # of few and small operations
                     left_out |= dtype != "float32" and not narrow
@@ -193,7 +201,7 @@ def test_a_dtype_that_no_backend_has_is_refused(op):
 
 @pytest.mark.parametrize(
     "op",
-    [pytest.param(op, marks=[pytest.mark.slow] * (op.name in BUILT_ON_ANOTHER), id=name) for name, op in OPS.items()],
+    [pytest.param(op, marks=[pytest.mark.slow] * (name not in OF_EACH_ENGINE), id=name) for name, op in OPS.items()],
 )
 def test_the_same_call_gives_the_same_bits(op):
     arguments = op.case_inputs(op.cases[0])
