@@ -254,7 +254,11 @@ def test_without_arguments_it_lists_what_there_is(capsys):
         assert name in said
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+# Operations with so many or so large cases that their shapes take seconds.
+MANY = ("delta_rule", "quantized_matmul", "page_attention", "native_sparse_attention")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in MANY)) for n in OPERATIONS])
 def test_every_bench_case_can_be_scaled_down(name):
     op = OPERATIONS[name]
     fits = within(op, "float32", 0.1, 8)

@@ -44,10 +44,7 @@ def grid():
     for name in MASKS:
         for order in ("contiguous", "zigzag", "striped"):
             for mesh in MESHES:
-                quick = (name, order, mesh) in (
-                    ("sinks_packed_window", "zigzag", "sp4"),
-                    ("causal", "contiguous", "sp4"),
-                )
+                quick = (name, order, mesh) == ("sinks_packed_window", "zigzag", "sp4")
                 marks = [] if quick else [pytest.mark.slow]
                 if (name, order, mesh) == ENDS_THE_PROCESS:
                     continue

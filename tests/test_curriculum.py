@@ -80,6 +80,7 @@ def test_stages_are_one_run_with_one_schedule(corpus, whole):
     assert there.data["sequence_length"] == 64 and there.data["step"] == 6
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_stage_has_just_ended_goes_on_bit_for_bit_in_the_second(corpus, whole, tmp_path):
     """As after a kill between two stages: their common checkpoint is there, and nothing of the second."""
     parts = shutil.copytree(whole, tmp_path / "parts")

@@ -457,6 +457,7 @@ def test_a_cache_that_another_process_removes_is_made_again(tmp_path, monkeypatc
     assert build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache").num_documents == 3
 
 
+@pytest.mark.slow
 def test_two_builders_at_once(tmp_path):
     write_files(tmp_path)
     code = (

@@ -122,6 +122,7 @@ def test_a_batch_is_that_of_the_step_in_another_order():
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_the_same_rows_more_evenly(tmp_path):
     """Two groups, two microbatches: the losses of rows as they are drawn, to rounding."""
     sizes = np.random.default_rng(0).lognormal(3, 1, 400).astype(int) + 1

@@ -31,6 +31,7 @@ def build():
     return build
 
 
+@pytest.mark.slow
 def test_it_builds_and_no_link_leads_nowhere(build, pages, tmp_path):
     assert build(tmp_path, pages) == []
     assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.html")} >= {

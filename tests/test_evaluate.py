@@ -449,6 +449,7 @@ def test_a_value_is_spelled_out_where_all_its_tokens_are_written():
     assert all((x == row[:-2]).all() for x, (row, _) in zip(engine.prompts, asked, strict=True))
 
 
+@pytest.mark.slow
 def test_answers_that_are_generated(trained, corpus, tmp_path):
     """On two devices, those of greedy decoding without a cache; a row is exact, or has a right answer in it."""
     prompts = "def ", "import sys\n", "    return x"

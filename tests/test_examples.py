@@ -62,6 +62,7 @@ def launched(command, *words, code=0):
     return run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_a_layer_of_ones_own_trains_and_is_named_where_it_is_not_known(tmp_path):
     words = [*ONE, "sequence.order=contiguous", "run.steps=2", f"run.dir={tmp_path / 'run'}", "model.qk_norm=false"]
     words += ["model.layer_pattern=[short_conv+mlp]", "model.short_conv.taps=3"]

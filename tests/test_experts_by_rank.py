@@ -214,6 +214,7 @@ def test_the_layer_keeps_to_the_limit_and_says_what_ranks_have():
 # -- all to one rank ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_of_a_router_that_sends_all_to_one_rank():
     """Nothing is dropped and memory stays as it is: that of the program, which is one, and that of the arrays."""
     M, k, E, width = 16, 3, 8, 6

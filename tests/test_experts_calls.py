@@ -119,6 +119,7 @@ def test_layers_under_scan_and_remat():
     close(got, wanted, 1e-5)
 
 
+@pytest.mark.slow
 def test_rows_and_sequence_split_over_devices():
     """Arrays are global under jit: the same numbers, each token and each loss counted once."""
     mesh = ejdist.make_mesh(fsdp=2, sp=2, devices=jax.devices()[:4])
@@ -291,6 +292,7 @@ def test_an_option_that_is_none_is_no_option():
         moe(**ARRAYS, top_k=2, scoring="softmax")
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_balances():
     example = Path(__file__).resolve().parent.parent / "examples" / "moe_layer.py"
     said = io.StringIO()

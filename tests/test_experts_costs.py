@@ -91,6 +91,7 @@ def test_a_chunk_waits_for_no_products_of_another():
     assert sorted(found) == [0, 0, 0, *[products // 3] * 3] and products >= 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["ragged_all_to_all"])
 def test_it_compiles_for_a_tpu(scheme):
     mesh = jax.sharding.Mesh(np.asarray(tpu_topology("v5e:2x4").devices), ("ep",))

@@ -37,7 +37,7 @@ from kernels import Unsupported
 @pytest.mark.parametrize(
     ("place", "scheme", "options"),
     [
-        ("ep", "all_to_all", {"chunks": 2}),
+        pytest.param("ep", "all_to_all", {"chunks": 2}, marks=pytest.mark.slow),
         pytest.param("on sp", "ragged_all_to_all", {}, marks=pytest.mark.slow),
         pytest.param("on fsdp", "all_gather", {"chunks": 2, "buffer": 0.7}, marks=pytest.mark.slow),
         ("ep x tp", "all_to_all", {"buffer": 0.5, "late": True}),

@@ -120,6 +120,7 @@ def grid():
                 yield place, scheme, towards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "scheme", "towards"), QUICK)
 def test_places(place, scheme, towards):
     sizes, axis = PLACES[place]
@@ -160,6 +161,7 @@ def test_what_has_no_room_is_counted():
         np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_counts_once_what_has_no_room():
     """It is whole on the axes of the batch, so those are no more tokens."""
     arrays = {n: a[:1] if n == "x" else a for n, a in slanted(inputs(), K).items()}
@@ -172,6 +174,7 @@ def test_a_batch_of_one_counts_once_what_has_no_room():
         assert stats.dropped == found[1] > 0
 
 
+@pytest.mark.slow
 def test_tokens_that_all_ranks_have():
     """As the specs of a call say."""
     stats = check({"ep": 4, "tp": 2}, K, in_specs=(P(), P("ep", None, "tp")))
@@ -215,6 +218,7 @@ def test_a_batch_that_does_not_split_over_the_ranks_of_the_experts(sizes, rows, 
     assert " all-to-all(" not in program.as_text()
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map_of_the_caller():
     """The arrays are a rank's own, and the axis is named."""
     mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])
@@ -247,6 +251,7 @@ def test_axes_of_the_callers_own():
     assert stats.rank_counts.shape == (2,)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_explicit_axes():
     mesh = jax.make_mesh((2, 2), ("ep", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     lies = {n: P("ep", None, "tp") if n in ("gate", "up") else P() for n in inputs()} | {

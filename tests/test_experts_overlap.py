@@ -203,8 +203,9 @@ def step(name, overlap, **options):
 
 
 # Losses of the batch, of the global batch and of sequences; gathered attention, latent attention; a shared expert with a gate.
-QUICK = [("mixtral", {})]
+QUICK = [("mixtral", {"num_layers": 1})]
 OTHERS = [
+    ("mixtral", {}),
     ("mixed", {"remat": "attention"}),
     ("deepseek", {}),
     ("qwen3", {"scan_layers": False, "remat": "full"}),

@@ -151,7 +151,7 @@ def prompts(lengths, seed=0):
     return [rng.integers(0, SIZES["vocab_size"], n) for n in lengths]
 
 
-@pytest.fixture(scope="module", params=["attention", "hybrid"])
+@pytest.fixture(scope="module", params=[pytest.param("attention", marks=pytest.mark.slow), "hybrid"])
 def known(request):
     return Known(**KINDS[request.param])
 
@@ -180,6 +180,7 @@ def test_texts_are_those_of_the_full_forward(known, engine):
     known.check(finish(engine)[number])
 
 
+@pytest.mark.slow
 def test_a_prompt_may_go_token_by_token_through_adapters():
     """Beside a base in 8 bits, of which the engine's rows are in 8 bits too."""
     known = Known(lora=LoRASection(rank=2, base="int8"))

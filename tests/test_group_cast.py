@@ -265,6 +265,7 @@ def test_a_plan_counts_the_chunks_of_documents():
     assert GroupCast(0.25).memory(shape).work < GroupCast().memory(shape).work < GroupCast(2).memory(shape).work
 
 
+@pytest.mark.slow
 def test_auto_takes_it_where_documents_are_few_of_many_ranks():
     """64 GPUs of several hosts, of whose heads Ulysses has too few, and documents of which some are long: a ring's keys go
     round, whoever needs them. Not where all are so short that a ring has few hops in contiguous order, nor on one host, where

@@ -259,6 +259,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, action):
         assert exit_code_of(found.value) == DIVERGED and "guards.nonfinite=rewind to skip the data" in str(found.value)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_end_well_with_parameters_that_are_none(corpus, tmp_path, capsys):
     """The loss and the gradient of its one step are finite, and the update is not."""
     bad = [
@@ -358,6 +359,7 @@ def poison(monkeypatch):
     return of
 
 
+@pytest.mark.slow
 def test_a_rewind_goes_past_the_data_and_every_start_after_it_has_the_same_bits(corpus, tmp_path, poison):
     from ejdist.training.data import build
 

@@ -311,14 +311,15 @@ def whole(corpus, tmp_path_factory):
 OF_LAYERS = ("probe_loss", "probe_share", "probe_tokens", "probe_load", "probe_largest", "probe_layer")
 
 
+@pytest.mark.slow  # a run each; tests/test_train.py has the losses of a run on a mesh
 @pytest.mark.parametrize(
     "layout",
     [
         ["mesh.fsdp=2", "mesh.sp=2"],
-        pytest.param(["mesh.dp=2", "mesh.fsdp=2", "mesh.sp=2"], marks=pytest.mark.slow),
-        pytest.param(["mesh.sp=4"], marks=pytest.mark.slow),
-        pytest.param(["mesh.ep=2", "mesh.tp=2", "mesh.sp=1"], marks=pytest.mark.slow),
-        pytest.param(["mesh.dp=2", "mesh.sp=1", "accumulation=2"], marks=pytest.mark.slow),
+        ["mesh.dp=2", "mesh.fsdp=2", "mesh.sp=2"],
+        ["mesh.sp=4"],
+        ["mesh.ep=2", "mesh.tp=2", "mesh.sp=1"],
+        ["mesh.dp=2", "mesh.sp=1", "accumulation=2"],
     ],
     ids=" ".join,
 )

@@ -200,6 +200,7 @@ def command(tmp_path, corpus, *more, run="run"):
     return main([*TINY, *corpus, *local, "checkpoint.every=6", f"run.dir={tmp_path / run}", *more])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_that_lasts(
     corpus, tmp_path, monkeypatch, capsys
 ):

@@ -179,15 +179,12 @@ def adapted_of(c):
 LATENT = ("latent_query", "latent_down", "key_up", "value_up", "latent_output")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("c", "names"),
     [
         (MIXED, {"query", "query_gate", "key", "value", "output", "gate", "up", "down", *LATENT}),
-        pytest.param(
-            STYLES["kimi"],
-            {"kda_in", "kda_beta", "kda_down", "kda_decay", "kda_gate", "kda_output", *LATENT},
-            marks=pytest.mark.slow,
-        ),
+        (STYLES["kimi"], {"kda_in", "kda_beta", "kda_down", "kda_decay", "kda_gate", "kda_output", *LATENT}),
     ],
     ids=["mixed", "kimi"],
 )
@@ -214,7 +211,8 @@ def test_gradients_of_adapters_are_those_of_the_merged_model_by_the_chain_rule(c
 BFLOAT16 = dataclasses.replace(MIXED, compute_dtype="bfloat16", remat="dots")
 
 
-@pytest.mark.parametrize("c", [MIXED, pytest.param(BFLOAT16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])
+@pytest.mark.slow  # two models are compiled; products with adapters and merged models have tests of their own
+@pytest.mark.parametrize("c", [MIXED, BFLOAT16], ids=["float32", "bfloat16"])
 def test_before_the_first_step_the_loss_is_that_of_the_base_to_the_bit(c):
     (params, buffers, batch, full), (model, _, base, step) = numbers_of(c), adapted_of(c)
     start = initialise(model.declared, jax.random.key(0))
@@ -228,6 +226,7 @@ def test_before_the_first_step_the_loss_is_that_of_the_base_to_the_bit(c):
         assert np.any(adapter["b"]) and not np.any(adapter["a"]), name
 
 
+@pytest.mark.slow
 def test_what_is_in_int8_is_used_as_its_rounded_numbers():
     """Projections and, without an adapter, experts: the loss is that of a model with the rounded matrices as its own."""
     params, buffers, batch, full = numbers_of(MIXED)

@@ -246,6 +246,7 @@ def test_the_faults_are_documented():
     assert set(NEED_TWO) < set(DRILLS)
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_first_step_ends_at_once(corpus, tmp_path):
     """While Python imports, compiles or waits for another host, and nothing was written."""
     import time

@@ -181,6 +181,7 @@ def test_flash_attention_gives_what_dense_attention_gives(with_flash_attention):
     assert_close(with_flash_attention, dense, 1e-4, 5e-6)
 
 
+@pytest.mark.slow
 def test_layers_without_a_scan():
     """The numbers of a scan, from a program without a loop, whose gradients of stacks are joined and never added to zeros."""
     config = dataclasses.replace(SMALL, num_layers=3, last_layers=("full",))

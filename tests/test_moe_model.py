@@ -109,8 +109,6 @@ KEPT = optax.GradientTransformation(lambda p: p, lambda g, _, p: (jax.tree.map(j
 QUICK = [
     ("deepseek", "attention", 1),
     ("gpt_oss", "full", 2),
-    ("kimi", "none", 1),
-    ("nemotron", "attention", 1),
 ]
 OTHERS = [case for case in itertools.product(STYLES, ("none", "attention", "full"), (1, 2)) if case not in QUICK]
 

@@ -47,6 +47,7 @@ def first(corpus, tmp_path_factory):
     return directory, *run(directory, corpus, *more)
 
 
+@pytest.mark.slow
 def test_what_a_run_says_and_writes(first):
     directory, outcome, said = first
     assert outcome.finished
@@ -88,6 +89,7 @@ def test_the_line_of_a_step_says_how_many_extra_passes_there_were(capsys):
         assert capsys.readouterr().out.endswith(f"ETA 0:04{words}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "where"),
     [
@@ -141,6 +143,7 @@ def test_a_run_from_before_there_were_experts_goes_on():
     check_same_run(stored, recipe, 4, Path("run"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_experts_is_refused(first):
     checkpoints = Checkpoints(first[0], compose(MOE).checkpoint)
     recipe = compose([*MOE, "model.experts.bias_rate=0.01", "model.experts.num=4"])

@@ -119,6 +119,7 @@ def test_gradients_are_those_of_the_exact_product_within_rounding_to_8_bits(prec
         assert 0.01 < off(g, want) < (0.12 if precision in ("fp8_tensor", "mxfp8") else 0.06)
 
 
+@pytest.mark.slow
 def test_rounding_logits_to_bfloat16_is_small_beside_rounding_operands_to_8_bits():
     x, w, targets = arrays(length=512, width=256, vocabulary=512)
     x, w = (jnp.asarray(y, jnp.bfloat16) for y in (x, w))
@@ -140,6 +141,7 @@ def test_the_gradient_of_each_term_alone_is_its_own(weigh):
     close(got, by_numpy(*batch, "fp8_block", parts=of))
 
 
+@pytest.mark.slow
 def test_without_a_z_loss_the_cross_entropy_alone_has_the_gradient_of_the_total():
     batch = arrays()
     for times, weigh in ((1, lambda s: s.loss), (2, lambda s: 3 * s.total - s.loss)):
@@ -161,6 +163,7 @@ def test_few_rows_are_no_tokens(vocabulary, precision):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "waiting", "rows"), [("fp8_block", 2, 640), ("fp8_block", 1, 896), ("fp8_row", 1, 896)]
 )
@@ -263,6 +266,7 @@ def test_a_model_multiplies_its_output_projection_in_8_bits_by_choice(tied):
     assert 1e-3 < off(found[name], exact[name]) < 0.1
 
 
+@pytest.mark.slow
 def test_multi_token_prediction_multiplies_with_it_too():
     config = dataclasses.replace(CONFIG, precision_head=True, mtp=dataclasses.replace(CONFIG.mtp, modules=1))
     exact = dataclasses.replace(config, precision_head=False)
@@ -270,6 +274,7 @@ def test_multi_token_prediction_multiplies_with_it_too():
     assert after == before + 2 * products() and abs(got / want - 1) < 2e-3
 
 
+@pytest.mark.slow
 def test_over_tp_a_model_has_the_loss_of_one_device():
     """Of sizes that keep the blocks of layers as they are on one device."""
     wide = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "ffn_dim": 256}

@@ -186,6 +186,7 @@ def test_a_ring_over_axes_of_two_maps_is_refused():
         inside(functools.partial(ring, axis_name=("stage", "seq")), Q, K, VALUES)
 
 
+@pytest.mark.slow
 def test_on_tpus_a_kernel_is_mapped_and_nothing_is_gathered():
     devices = np.asarray(tpu_topology("v5e:2x4").devices).reshape(2, 2, 2)
     chips = jax.sharding.Mesh(devices, AXES)

@@ -170,7 +170,8 @@ GATE, DOWN = normal(EXPERTS, WIDTH, 6), normal(EXPERTS, 6, WIDTH)
 SEGMENTS = jnp.asarray(np.sort(RNG.integers(-1, 3, (2, T)), axis=1), jnp.int32)
 
 
-@pytest.mark.parametrize("balance", [pytest.param("batch", marks=pytest.mark.slow), "sequence"])
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["batch", "sequence"])
 def test_experts_in_another_order(balance):
     """The statistics are sums over tokens, of a document too."""
     how = {"top_k": 2, "balance": balance}

@@ -101,9 +101,9 @@ def with_represented(params, kind, form):
     ("kind", "form", "axes"),
     [
         ("latent", "nf4", {}),
-        ("mixture", "mxfp4", {}),
-        ("hybrid", "int8", {}),  # which packs what "dense" does
-        ("uneven", "int4", {"tp": 2}),
+        pytest.param("mixture", "mxfp4", {}, marks=pytest.mark.slow),
+        pytest.param("hybrid", "int8", {}, marks=pytest.mark.slow),  # which packs what "dense" does
+        pytest.param("uneven", "int4", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("dense", "int4", {}, marks=pytest.mark.slow),
         pytest.param("dense", "int4", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("mixture", "mxfp8", {"ep": 2, "tp": 2}, marks=pytest.mark.slow),
@@ -209,6 +209,7 @@ def test_products_are_as_near_as_the_steps_of_the_format(form):
     assert packed.words.nbytes * 8 == MATRIX.size * FORMATS[form]["bits"] and packed.form == form
 
 
+@pytest.mark.slow
 def test_log_probabilities_move_by_the_steps_of_the_formats():
     """A step of 8 bits is a 17th of one of 4, and so is what it moves them by."""
     known, most_likely = Known(**SIZES, **KINDS["dense"]), {}
@@ -289,7 +290,7 @@ def test_experts_are_packed_one_at_a_time():
 @pytest.mark.parametrize(
     ("activation", "axes"),
     [
-        ("clamped_swiglu", {"ep": 2}),
+        pytest.param("clamped_swiglu", {"ep": 2}, marks=pytest.mark.slow),
         ("gelu", {}),
         pytest.param("clamped_swiglu", {}, marks=pytest.mark.slow),
         pytest.param("gelu", {"ep": 2}, marks=pytest.mark.slow),
@@ -369,6 +370,7 @@ def test_what_is_packed_is_not_quantised_again():
     assert weights["gate"] is packed and isinstance(weights["up"], Narrow)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_packed_is_one_sentence():
     with pytest.raises(ValueError, match=r"^weights = 'int5' is unknown; use int8, int4, nf4, mxfp4, mxfp8, or null"):
         parse(["run.dir=x", "weights=int5"])

@@ -131,6 +131,7 @@ def test_a_search_beside_a_given_mesh(compiler, capsys):
     assert "model.remat=" in capsys.readouterr().out and compiler.asked[0].mesh.sp == 8
 
 
+@pytest.mark.slow
 def test_gpus_that_cannot_be_compiled_for_are_estimated(monkeypatch, capsys):
     def absent(sections, target):
         raise NoCompiler("there is no plugin")
@@ -142,6 +143,7 @@ def test_gpus_that_cannot_be_compiled_for_are_estimated(monkeypatch, capsys):
     assert "nothing was compiled, and memory is an estimate: there is no plugin" in said
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_where_no_finalist_is_asked_for(compiler, capsys):
     assert main(["devices=64", "device=h200", *PINNED, "finalists=0"]) == 0
     assert not compiler.asked and "predicted and not compiled" in capsys.readouterr().out
@@ -412,6 +414,7 @@ def test_stages_of_the_command_line_stay(compiler, capsys):
     assert [s.sections.mesh.sp for s in again] == [2, 2] and math.prod(again[0].sections.mesh.sizes.values()) == 8
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_wrong_or_does_not_fit_is_named(compiler, capsys):
     bad = "{until: 3, sequence_length: 1023, mesh: {sp: 8}}"
     words = ["devices=8", "device=h200", *SMALL, "run.steps=6", "finalists=0"]

@@ -28,6 +28,7 @@ def predicted(words, target=TPU):
     return Predictor(sections, target).checked(candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count)))
 
 
+@pytest.mark.slow
 def test_activations_go_to_the_host_where_attention_would_run_twice(capsys):
     """A step of 2^20 tokens of an 8B model on eight H100s."""
     words = f"device=h100 devices=8 {MILLION} finalists=0".split()
@@ -64,6 +65,7 @@ def test_savings_are_not_proposed_where_a_plan_fits_without():
     assert found.best is not None and not found.best.candidate.savings and found.unsaved is None
 
 
+@pytest.mark.slow
 def test_savings_come_in_order_and_never_against_what_is_given():
     """What changes no loss comes first; what is given stays; a fault of the compiler is no reason to save memory."""
     sections, asked = compose(MILLION.split()), []

@@ -281,6 +281,7 @@ def test_the_outer_axis_of_the_sequence_is_what_is_given():
         next(candidates(sections, 16, {"mesh.cp", BATCH}))
 
 
+@pytest.mark.slow
 def test_the_sequence_and_the_experts_are_searched_where_they_are_open():
     dense = compose([*RECIPE.split(), "sequence.order=contiguous"])
     dense.mesh.sp = 8
@@ -328,6 +329,7 @@ def test_the_first_that_compiles_and_fits_is_taken():
     assert all(p.memory.total * (1 + MARGIN) <= TPU.chip.memory for p in found.others)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_refuses_is_not_asked_the_same_again():
     sections = compose(RECIPE.split())
     compiler, asked = fake(lambda s: DoesNotFit("too large by 3 G", memory=True))
@@ -360,6 +362,7 @@ def test_the_nearest_plans_that_fit():
     assert all(p.memory.total * (1 + MARGIN) <= target.chip.memory for p, _ in found.values())
 
 
+@pytest.mark.slow
 def test_what_keeps_the_tokens_and_the_devices_is_told_first():
     """A complete recipe that does not fit: another remat policy, more microbatches, with both where neither is enough, and then
     with what saves memory of the optimizer."""

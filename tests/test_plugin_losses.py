@@ -111,6 +111,7 @@ def test_one_forward_of_a_reference_is_counted():
         assert both.full - alone.full == forward + pairs * 64
 
 
+@pytest.mark.slow
 def test_the_reference_of_adapters_shares_their_base():
     recipe = compose([*DPO, "lora.rank=2", "lora.base=float32"])
     adapted = model_of(recipe.model, recipe.lora)

@@ -153,7 +153,7 @@ def mlp_gradients(x, matrices, d, precision, mesh=None, fused=True):
 @pytest.mark.parametrize(
     ("split", "precision"),
     [
-        (False, "fp8_row"),
+        pytest.param(False, "fp8_row", marks=pytest.mark.slow),
         (True, "fp8_block"),
         pytest.param(False, "fp8_block", marks=pytest.mark.slow),
         pytest.param(True, "fp8_row", marks=pytest.mark.slow),
@@ -193,7 +193,7 @@ def gathered_bytes(text):
     return made
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_over_fsdp_matrices_are_gathered_in_8_bits_with_the_numbers_of_the_whole(fused):
     mesh, layout = make_mesh(fsdp=2, devices=jax.devices()[:2]), current_layout()
     x, d = (jnp.asarray(RNG.standard_normal((2, 128, 256)), jnp.float32) for _ in range(2))
@@ -212,7 +212,7 @@ def test_over_fsdp_matrices_are_gathered_in_8_bits_with_the_numbers_of_the_whole
         assert off(g, w) < 1e-6
 
 
-@pytest.mark.parametrize("size", [128, 384])
+@pytest.mark.parametrize("size", [128, pytest.param(384, marks=pytest.mark.slow)])
 def test_a_matrix_that_is_split_inside_of_a_block_is_gathered_whole(size):
     mesh, layout = make_mesh(fsdp=2, devices=jax.devices()[:2]), current_layout()
     x, d = (jnp.asarray(RNG.standard_normal(s), jnp.float32) for s in ((2, 128, size), (2, 128, N, H)))

@@ -92,7 +92,7 @@ def of_experts(x, gate_up, down, d, separate=False, gathered=True):
     return out, *pull(d)
 
 
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("separate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_forward_and_gradients_of_rows_are_of_8_bit_operands_and_gradients_of_matrices_are_not(separate):
     got = jax.jit(functools.partial(of_experts, separate=separate))(X, GATE_UP, DOWN, D_OUT)
     for g, want in zip(got, in_float64(), strict=True):
@@ -154,6 +154,7 @@ MIXTURE = dataclasses.replace(CONFIG, layer_pattern=("experts",), experts=Expert
 BOTH = ("experts_gate_up", "experts_down")
 
 
+@pytest.mark.slow
 def test_a_mixture_in_8_bits_has_about_the_same_loss_and_gradients_and_the_same_parameters():
     narrow = dataclasses.replace(MIXTURE, precision="fp8_block", precision_keep=("query", "output"))
     assert narrow_matrices(narrow)[0] == BOTH

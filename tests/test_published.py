@@ -272,6 +272,7 @@ def evaluated(capsys, *words):
     return code, told.out if code == DONE else told.err
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_folder_takes_what_training_does(texts, tmp_path, capsys):
     folder = write_folder(tmp_path / "f", "llama")
     keys = [key for key in texts if key.startswith("data")]
@@ -286,6 +287,7 @@ def test_an_evaluation_of_a_folder_takes_what_training_does(texts, tmp_path, cap
     assert weights.notes(DecoderConfig()) == ["compute_dtype float32 (the folder says bfloat16)"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_folder_without_its_tokenizer_says_what_to_write(texts, tmp_path, capsys):
     folder = write_folder(tmp_path / "f", "llama")
     for words in ([], ["data=files", "data.source=none.txt"], ["recipe=sft"]):

@@ -160,6 +160,7 @@ def steps(more, mesh=None, count=2):
 ONE = (("dp", 1),)
 
 
+@pytest.mark.slow
 def test_a_run_in_which_no_head_passes_is_the_run_without_it():
     plain, high = steps("", ONE), steps("optimizer.qk_clip=1e6", ONE)
     assert plain[0] == high[0] and plain[2] == [None, None]
@@ -177,7 +178,9 @@ def test_a_run_is_clipped_after_each_step():
     np.testing.assert_allclose(clip["layers"]["query"], query, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [(("fsdp", 2), ("tp", 2)), (("sp", 2),)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param((("fsdp", 2), ("tp", 2)), marks=pytest.mark.slow), (("sp", 2),)], ids=str
+)
 def test_on_a_mesh_a_head_has_the_factor_of_one_device(mesh):
     losses, params, told = steps("optimizer.qk_clip=30", ONE)
     words = "optimizer.qk_clip=30 " + " ".join(f"mesh.{axis}={n}" for axis, n in mesh)

@@ -15,7 +15,15 @@ def python_of(path):
 DOCUMENTS = [ROOT / name for name in documents() if python_of(ROOT / name)]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+# Their blocks train or compile; the operations that they show have tests of their own.
+LONG = (ROOT / "README.md", ROOT / "kernels" / "framework" / "README.md")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in DOCUMENTS],
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
+)
 def test_python_blocks_run(path):
     # A module with a name of its own, so that contracts defined in a document belong to no folder.
     space = {"__name__": "document"}

@@ -97,7 +97,13 @@ def everything(attend, arrays, *rest):
         # All others' keys at once.
         pytest.param("striped", 4, "packed", (64, 64), {"scheme": AllGather(head_groups=2)}, id="gathered-striped"),
         pytest.param(
-            "balanced", 2, "packed", (64, 64), {"scheme": AllGather(head_groups=4), "keys": 4}, id="gathered-balanced"
+            "balanced",
+            2,
+            "packed",
+            (64, 64),
+            {"scheme": AllGather(head_groups=4), "keys": 4},
+            id="gathered-balanced",
+            marks=pytest.mark.slow,
         ),
         pytest.param("balanced", 4, "packed", (64, 64), {"scheme": AllGather(head_groups=2)}, marks=pytest.mark.slow),
         pytest.param(
@@ -138,6 +144,7 @@ def test_a_rank_by_itself_has_the_numbers_of_one_device(hopper, taken, scheme):
     assert 0 < checked(call, Order("striped", 3, 128), scheme, 1, ids) < 0.02 and taken and None not in taken
 
 
+@pytest.mark.slow
 def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
     with kernels.compile_for(90):
         hold(taken, "zigzag", 4, "packed", (64, 64), {}, None)

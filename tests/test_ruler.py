@@ -574,6 +574,7 @@ def test_four_devices_answer_what_one_does(trained, corpus, tmp_path, capsys):
     assert to.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_refused_before_anything_is_compiled(trained, corpus, capsys):
     for words, refusal in (
         (["tasks=vt", "lengths=4096"], "4096 tokens are more than the context of 640 tokens of step 2"),

@@ -29,6 +29,7 @@ from recipes.schema import compose
 pytestmark = pytest.mark.usefixtures("one_program_for_equal_runs")
 
 
+@pytest.mark.slow
 def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("mine")
     for directory in (tmp_path / "file", tmp_path / "file" / "run"):
@@ -159,7 +160,7 @@ def test_a_second_sigterm_does_not_cut_off_the_save():
     [
         pytest.param([], PREEMPTED, marks=pytest.mark.slow),
         (["run.stop_after=4"], PREEMPTED),
-        (["run.stop_after=2"], DONE),
+        pytest.param(["run.stop_after=2"], DONE, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_before_the_step_to_stop_after_is_no_end(more, code, corpus, tmp_path, monkeypatch, capsys):
@@ -215,6 +216,7 @@ def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, cor
     assert (tmp_path / "summary.json").stat().st_mtime_ns == before, "made once"
 
 
+@pytest.mark.slow
 def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsys):
     """All updates may be left out; NaN is no JSON, and what cannot be written as a number was a traceback."""
     wrong = ["model.init_std=1e3", "model.attention_scale=8e37", "guards.nonfinite=skip", "run.steps=3"]
@@ -356,6 +358,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, 
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.slow
 def test_the_own_checkpoints_of_a_run_that_goes_on_are_no_other_runs(corpus, tmp_path, monkeypatch, capsys):
     first, given = tmp_path / "first", [*PLAIN, *corpus, "checkpoint.every=1", "run.steps=1"]
     assert main([*given, f"run.dir={first}"]) == DONE
@@ -401,6 +404,7 @@ def test_a_folder_of_checkpoints_that_two_processes_make_is_of_the_first(corpus,
     assert f"checkpoint.dir = '{where}': another process has trained in it since" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus, tmp_path, monkeypatch, capsys):
     given = [*PLAIN, *corpus, f"run.dir={tmp_path / 'run'}", "checkpoint.every=1"]
     assert main([*given, "run.stop_after=2"]) == DONE

@@ -186,6 +186,7 @@ def test_a_rank_compiles_for_hopper(call):
 # -- over devices ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_attention_over_a_split_sequence_is_checked_then_timed(tmp_path, monkeypatch, capsys):
     words = [*SMALL, "documents=40", "directions=backward", "schemes=ring", f"out={tmp_path}/out.json"]
     mesh = make_mesh(sp=2)

@@ -281,6 +281,7 @@ def test_an_order_inside():
         inside(lambda *a: ejdist.gla_attention(*a, axis_name=()), *permuted, specs=ROWS, layout=layout)
 
 
+@pytest.mark.slow
 def test_a_ring_runs_over_the_axis_of_the_layout():
     want = kernels.flash_attention(Q, K, V, causal=True)
     got = inside(lambda *a: ejdist.ring_attention(*a, causal=True), Q, K, V, jit=lambda f: f)

@@ -113,6 +113,7 @@ def test_tokens_in_another_order_and_a_scheme_that_sends_what_is_needed(order, n
     check(got, on_one_device(name))
 
 
+@pytest.mark.slow
 def test_padding_is_never_read():
     """NaN in it, in every array: other tokens, and their gradients, are the same."""
     arrays, data, options = CALLS["chosen"]

@@ -94,6 +94,7 @@ def test_a_layer_is_what_it_is_published_as(options):
     assert all(np.abs(g).max() > 0 for g in every.values()), "every parameter has an effect"
 
 
+@pytest.mark.slow
 def test_packed_documents_are_as_separate_rows():
     """Blocks are counted from the start of a document, and nothing is read across: not by padding either."""
     c, rng = config(**OPTIONS), np.random.default_rng(2)
@@ -237,6 +238,7 @@ def test_steps_that_repeat_their_bits_take_kernels_on_gpus_and_nothing_else(monk
 # -- texts -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_full_forward():
     """Prompts in chunks and in one, of one page and of several, and texts longer than what a query selects."""
     known = Known(layer_pattern=["sparse+mlp"], sparse=SparseShape(4, 5, 5), **OPTIONS | {"rotary_dim": 4})
@@ -302,10 +304,14 @@ def share_of(remat, order, scheme):
     ("remat", "order", "scheme"),
     [
         ("attention", "contiguous", Ring()),
-        ("attention", "contiguous", GroupCast(4.0)),
         *(
             pytest.param(*of, marks=pytest.mark.slow)
-            for of in (("full", "striped", Ring()), ("none", "zigzag", Ring()), ("full", "zigzag", GroupCast(4.0)))
+            for of in (
+                ("attention", "contiguous", GroupCast(4.0)),
+                ("full", "striped", Ring()),
+                ("none", "zigzag", Ring()),
+                ("full", "zigzag", GroupCast(4.0)),
+            )
         ),
     ],
 )  # fmt: skip

@@ -24,7 +24,13 @@ def texts_are_known(known, engine, asked, **options):
 
 # A page that is a block, of several, of a part of one, and one whose tokens have no part in common with a block's. Other parts
 # are slow.
-SUMS = [(4, 4, 1), (4, 16, 4), (8, 2, 1), (3, 5, 5), pytest.param(4, 6, 3, marks=pytest.mark.slow)]
+SUMS = [
+    pytest.param(4, 4, 1, marks=pytest.mark.slow),
+    pytest.param(4, 16, 4, marks=pytest.mark.slow),
+    pytest.param(8, 2, 1, marks=pytest.mark.slow),
+    (3, 5, 5),
+    pytest.param(4, 6, 3, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("block", "page", "units"), SUMS)
@@ -35,6 +41,7 @@ def test_pages_have_a_sum_of_each_part_that_blocks_share(block, page, units):
     texts_are_known(known, known.engine(page=page), prompts([1, 30, 17, 9]))
 
 
+@pytest.mark.slow
 def test_requests_that_share_pages_share_their_sums():
     """The second text begins with pages that the first one wrote, and then goes on otherwise."""
     known = Known(**SPARSE, sparse=SparseShape(4, 4, 5))
@@ -57,6 +64,7 @@ def test_what_was_in_a_page_before_is_in_no_text():
     texts_are_known(known, engine, prompts([22, 3], seed=1))
 
 
+@pytest.mark.slow
 def test_a_step_of_one_token_takes_no_request_out_of_its_pages():
     """Means, chosen blocks and a window: no array is as large as a request's keys."""
     length = 4096

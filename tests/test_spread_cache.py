@@ -47,8 +47,8 @@ def call(ranks, queries, seed=0):
 
 
 def merged():
-    """Yields each pair of options and sizes of a mesh; each of them is quick once."""
-    quick = [("plain", {"sp": 2}), ("every", {"sp": 4}), ("every", {"cp": 2, "sp": 2, "tp": 2})]
+    """Yields each pair of options and sizes of a mesh; quick is the one with all options over all axes."""
+    quick = [("every", {"cp": 2, "sp": 2, "tp": 2})]
     for pair in itertools.product(OPTIONS, ({"sp": 2}, {"sp": 4}, {"cp": 2, "sp": 2, "tp": 2})):
         yield pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in quick))
 
@@ -84,7 +84,7 @@ def spread(known, ranks, **options):
 @pytest.mark.parametrize(
     ("known", "ranks"),
     [
-        ("attention", 2),
+        pytest.param("attention", 2, marks=pytest.mark.slow),
         ("hybrid", 4),
         pytest.param("attention", 4, marks=pytest.mark.slow),
         pytest.param("hybrid", 2, marks=pytest.mark.slow),
@@ -153,6 +153,7 @@ def test_pages_of_ranks_are_taken_in_order_and_come_back():
     assert [page // 4 for page in pages.take(6)] == [0, 0, 0, 1, 1, 1] and pages.room == 1
 
 
+@pytest.mark.slow
 def test_texts_of_sparse_attention_over_spread_pages():
     """A layer's keys of a request come together in a step; between steps they stay where they are."""
     known = Known(**KINDS["sparse"])

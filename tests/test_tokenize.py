@@ -238,6 +238,7 @@ def test_parts_of_several_hosts_are_one_dataset(tmp_path, capsys):
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_parts_of_the_command(tmp_path, capsys):
     for name in "abc":
         jsonl(tmp_path / f"{name}.jsonl", [name * 700_000])
@@ -384,6 +385,7 @@ def test_processes_killed_and_at_once_make_the_same_bytes(tmp_path):
     assert bytes_of(out) == wanted and not list(out.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_leaves_nothing_half_done(tmp_path):
     line = json.dumps({"text": "some words of text " * 50}).encode() + b"\n"
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line * 100_000, compresslevel=1))  # one unit of many seconds
@@ -396,6 +398,7 @@ def test_a_run_that_is_told_to_stop_leaves_nothing_half_done(tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["settings.json"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_named(tmp_path):
     jsonl(tmp_path / "a.jsonl", ["x" * 1000] * 40_000)
     run = started(tmp_path / "a.jsonl", tmp_path / "out", "processes=1")

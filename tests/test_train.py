@@ -128,6 +128,7 @@ def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(stops, whole, corpus, 
     assert any("nothing to do" in line for line in said) and losses(tmp_path / "parts") == whole
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_mesh(whole, corpus, tmp_path):
     run(tmp_path, corpus, "run.steps=6", "run.stop_after=2")
     run(tmp_path, corpus, "run.steps=6", "mesh.fsdp=2", "mesh.sp=4")
@@ -150,6 +151,7 @@ def test_what_a_run_writes(corpus, tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["5", "6"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sheet", [None, 1e12])
 def test_the_mfu_is_a_share_of_a_data_sheet_or_left_out(sheet, corpus, tmp_path, capsys, monkeypatch):
     """A peak that is measured beside other work is beaten by the run itself: 129% was seen on a busy CPU."""
@@ -203,7 +205,7 @@ def test_a_signal_saves_and_the_run_goes_on(whole, corpus, tmp_path, monkeypatch
     assert losses(tmp_path) == whole
 
 
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, tmp_path, capsys):
     overrides = ["run.steps=30", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0", "optimizer.schedule=constant"]
     arguments = [*TINY, *corpus, f"run.dir={tmp_path}", *overrides, f"checkpoint.every={every}"]
@@ -448,6 +450,7 @@ def test_an_interrupted_save_is_ignored(stopped_run, corpus, capsys):
     assert "resuming from step 3" in said and "an interrupted save" in said
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(corpus, tmp_path, monkeypatch, capsys):
     import orbax.checkpoint as ocp
 

@@ -232,7 +232,7 @@ ON_DEVICES = {  # name in the message -> function of one array
 }
 
 
-@pytest.mark.parametrize("name", ON_DEVICES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "moe")) for n in ON_DEVICES])
 def test_forward_mode_is_refused_by_name_through_every_transformation(name):
     function = ON_DEVICES[name]
 

@@ -98,7 +98,9 @@ def test_a_model_is_what_its_files_say_and_is_written_as_it_was_read(name, tmp_p
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kimi", "nemotron_h"))]
+)
 def test_a_hybrid_computes_what_its_files_say(name, tmp_path):
     """The model itself, in float32, not only the loop that it is held against: recurrences, gates and experts together."""
     config, state = made(tmp_path, name)
@@ -121,7 +123,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "deepseek")) for n in MESHES])
 def test_every_device_of_a_mesh_is_given_what_it_holds_bit_for_bit(name, tmp_path):
     made(tmp_path, name)
     c, whole = loaded(tmp_path)
@@ -216,6 +218,7 @@ def test_a_digest_looks_into_at_most_a_thousand_tensors(count, looks, monkeypatc
     assert digest_of(tensors) == digest_of(dict(reversed(tensors.items()))) and File.read_from == 2 * looks
 
 
+@pytest.mark.slow
 def test_the_memory_of_an_import_does_not_grow_with_the_model(tmp_path):
     """Parameters are stacked, so one of them is 128 MiB here, and all are 513; a tensor of the files is 2 MiB."""
     if not Path("/proc/self/clear_refs").exists():

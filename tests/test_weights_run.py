@@ -51,6 +51,7 @@ def trained(corpus, tmp_path_factory):
     return once(tmp_path_factory, "trained", make)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_and_from_its_files_alike(trained, corpus, tmp_path, capsys):
     """The same bits, a new optimizer and schedule; and once it has a checkpoint of its own it goes on from that."""
     tokenizer = f"data.tokenizer={trained}/tokenizer.json"

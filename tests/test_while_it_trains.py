@@ -95,6 +95,7 @@ def test_an_interrupted_run_evaluates_what_is_missing(evaluated, corpus, tmp_pat
     assert [(r["step"], r["loss"], r["row"]) for r in again] == [(r["step"], r["loss"], r["row"]) for r in whole]
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_the_data_and_the_mesh_of_its_run(evaluated, held, capsys):
     to = evaluated.folder.parent / "found.json"
     arguments = [f"run.dir={evaluated.folder}", "tasks=loss", "batches=2", f"to={to}"]
