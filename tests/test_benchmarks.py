@@ -172,6 +172,7 @@ def test_a_wrong_backend_of_ours_stops_everything(direction, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_case_too_large_for_the_contract():
     """It is checked smaller, and as a whole against xla: a peer that is wrong only there is found."""
 
@@ -463,6 +464,7 @@ def test_what_says_nothing_of_the_cases_as_they_are_is_left_out(tmp_path):
     assert not ranked(tmp_path, *pairs), "tuned to each case, a backend was not measured as the class would run it"
 
 
+@pytest.mark.slow
 def test_our_backends_may_run_tuned(tmp_path, monkeypatch):
     """With the configuration that the tuner gave, which is kept beside the times."""
     heuristic = FLASH.backends["xla"].heuristic

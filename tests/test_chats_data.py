@@ -225,6 +225,7 @@ def test_the_command_makes_shards_of_conversations(tmp_path, chats, capfd):
     assert "chat_template_kwargs = '{a}' is not JSON" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_shows_what_is_trained(tmp_path, capfd):
     chats, words = tmp_path / "few.jsonl", ["format=auto", "chat_template=chatml"]
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "é two"}] * 2

@@ -206,6 +206,7 @@ def test_documents_packed_in_rows_are_those_in_rows_of_their_own():
     assert np.isfinite(d).all() and not d[apart_ids < 0].any()
 
 
+@pytest.mark.slow
 def test_microbatches_layers_and_remat_count_once():
     """The losses of a global batch, in gradient too, from two microbatches; a rematerialised layer counts once."""
     arrays, static = inputs(), {"top_k": 2, "balance": "global"}

@@ -203,8 +203,7 @@ def step(name, overlap, **options):
 
 
 # Losses of the batch, of the global batch and of sequences; gathered attention, latent attention; a shared expert with a gate.
-QUICK = [("mixtral", {"num_layers": 1})]
-OTHERS = [
+CASES = [
     ("mixtral", {}),
     ("mixed", {"remat": "attention"}),
     ("deepseek", {}),
@@ -213,9 +212,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
-)
+@pytest.mark.slow  # two programs with exchanges of experts, half a minute of compilation whatever the sizes
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_halves_are_the_batch(name, options):
     """Value, every metric and every gradient; passes are those of both halves."""
     plain, halves = (step(name, overlap, **options) for overlap in ("none", "halves"))

@@ -134,7 +134,7 @@ def layers_of(tree):
     return [tree["layers"][name] for name in AS_MATRICES]
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("axes", [pytest.param(m, marks=[pytest.mark.slow] * (len(m) == 1)) for m in MESHES], ids=str)
 def test_matrices_are_dealt_round_a_mesh(axes):
     """The same updates, sharded as the parameters are; and no device multiplies what another does: by the dots of the program
     that was compiled, which is what plans count."""

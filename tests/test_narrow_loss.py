@@ -101,7 +101,7 @@ def close(got, wanted, most=3e-4):
 
 
 @pytest.mark.parametrize("function", [sums, losses])
-@pytest.mark.parametrize("precision", BLOCKS)
+@pytest.mark.parametrize("precision", [pytest.param(p, marks=[pytest.mark.slow] * (p != "fp8_block")) for p in BLOCKS])
 def test_all_three_products_are_of_operands_that_were_quantised_along_their_own_sums(function, precision):
     batch = arrays()
     got = jax.jit(functools.partial(function, precision=precision))(*batch)

@@ -217,6 +217,7 @@ def test_a_ring_takes_the_order_and_the_axis_of_the_layout():
             ring_attention(*permuted, causal=True, mesh=mesh)
 
 
+@pytest.mark.slow
 def test_latent_attention_follows_the_order():
     latents, up = normal(2, T, 6), (normal(6, 2, 8), normal(6, 2, 8))
     want = kernels.flash_mla(Q, latents, *up, causal=True)

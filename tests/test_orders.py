@@ -290,6 +290,7 @@ def a_batch(rng):
     }
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_one_device_under_any_assignment(losses):
     """Token by token, with another assignment of the chunks for each row."""
     batch = a_batch(np.random.default_rng(1))

@@ -164,6 +164,7 @@ def test_packed_rows_are_planned_by_their_documents(compiler, capsys):
     assert sum(even["seconds_of"].values()) > sum(balanced["plan"]["predicted"]["seconds_of"].values())
 
 
+@pytest.mark.slow
 def test_other_errors_of_a_compiler_are_no_estimates(monkeypatch):
     """A fault of the program is not taken for a compiler that is not there."""
 

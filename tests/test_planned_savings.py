@@ -94,6 +94,7 @@ def test_savings_come_in_order_and_never_against_what_is_given():
     )
 
 
+@pytest.mark.slow
 def test_a_host_that_is_too_small_takes_nothing():
     sections = compose(MILLION.split())
     small = dataclasses.replace(H100, chip=dataclasses.replace(H100.chip, host_memory=200 << 30))

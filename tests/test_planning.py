@@ -300,6 +300,7 @@ def test_the_sequence_and_the_experts_are_searched_where_they_are_open():
     assert kept is not None and kept.candidate.dispatch is None and kept.rate < best.rate
 
 
+@pytest.mark.slow
 def test_a_length_that_a_zigzag_cannot_be_made_of_is_split_otherwise():
     sections = compose(
         ["recipe=long_context", "model=8b", "data.sequence_length=120", "data.global_batch=8", "mesh.sp=8"]
@@ -390,6 +391,7 @@ def test_what_keeps_the_tokens_and_the_devices_is_told_first():
     assert found["the optimizer's memory saved"][1]["optimizer.offload"] == "host"
 
 
+@pytest.mark.slow
 def test_no_plan_for_hosts_of_which_one_has_fewer_gpus():
     sections = compose(["recipe=long_context", "model=8b", "data.sequence_length=131072", "data.global_batch=24"])
     sections.model.remat, sections.mesh.fsdp = "attention", 6
@@ -412,6 +414,7 @@ def test_the_fastest_is_first_and_of_alike_ones_the_smallest_batch():
     assert ranked([slow, large, small]) == [small, large, slow]
 
 
+@pytest.mark.slow
 def test_the_batch_is_open_where_it_is_not_given():
     sections = compose(["recipe=long_context", "model=8b", "data.sequence_length=131072"])
     found = list(candidates(sections, 64, set()))

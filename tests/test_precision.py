@@ -170,6 +170,7 @@ def test_an_mlp_as_one_has_the_numbers_of_its_products_one_by_one(precision, spl
         assert off(g, w) < (1e-6 if not split else 2e-3)
 
 
+@pytest.mark.slow
 def test_what_is_wide_in_an_mlp_is_quantised_where_it_is_computed():
     def run(x, gate, up, down, d):
         return mlp_gradients(x, (gate, up, down), d, "fp8_block")

@@ -61,6 +61,7 @@ def test_what_a_layer_sends_is_states_and_windows(kind):
     assert again.bytes == {("sp", PERMUTE): 3 * 3 * 4 * numbers}
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_of_rwkv7_sends_over_heads_what_it_declares():
     """Sums: of its result, of the gradients of the three inputs that products with all heads read, and of narrow vectors. The
     tokens before are gathered, and the gradient of what was shifted."""

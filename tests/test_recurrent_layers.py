@@ -63,7 +63,7 @@ def test_nothing_leaks_from_a_document_into_another(kind):
     np.testing.assert_array_equal(made[IDS < 0], x[IDS < 0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "gated_delta")) for k in KINDS])
 def test_a_layer_in_bfloat16_is_as_near_as_its_roundings(kind):
     """The stream stays in the compute dtype; what decides how long a state remembers is in float32."""
     c = config(kind, compute_dtype="bfloat16")
@@ -145,7 +145,14 @@ def test_a_mesh_changes_neither_loss_nor_gradient(kind, sizes, order):
 
 
 @pytest.mark.parametrize(
-    ("kind", "recurrences"), [("gated_delta", 2), ("kda", 2), ("mamba2", 2), ("lightning", 1), ("gla", 1), ("rwkv7", 2)]
+    ("kind", "recurrences"),
+    [
+        ("kda", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gated_delta", 2), ("mamba2", 2), ("lightning", 1), ("gla", 1), ("rwkv7", 2))
+        ),
+    ],
 )
 def test_how_many_hops_are_made_is_one_choice_of_a_recurrence(kind, recurrences):
     """In a zigzag too, in which states go both ways; a convolution counts as one. XLA for CPUs runs conditionals that do not

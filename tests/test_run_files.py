@@ -203,7 +203,7 @@ def test_metrics_that_cannot_be_written_end_the_run_and_do_not_block_it(full, co
     assert len(losses(tmp_path)) == 60
 
 
-@pytest.mark.parametrize("name", ["summary.json", "loss.png"])
+@pytest.mark.parametrize("name", [pytest.param("summary.json", marks=pytest.mark.slow), "loss.png"])
 def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, corpus, tmp_path, capsys):
     (tmp_path / name).mkdir()
     assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == WRONG

@@ -119,14 +119,19 @@ MESHES = {"sp4": {"sp": 4}, "sp2": {"sp": 2}, "sp2_tp2_fsdp2": {"sp": 2, "tp": 2
 OF_ALL_KEYS = [name for name in SCHEMES if name not in ("halo", "group_cast")]
 AND_GROUPS = [*OF_ALL_KEYS, "group_cast"]
 AND_CHUNKS = [*OF_ALL_KEYS, pytest.param("group_cast", marks=pytest.mark.slow)]
-# What a scheme can differ in from a ring: positions and segments of all keys at once.
-GATHERED = ("packed_chunk", "sinks_packed_window")
-# What a rank skips whole hops by: causal, both sides of a window, chunks, segments, what a rule softens.
-IN_ORDER = ("causal", "two_sided_window", "packed_chunk", "packed_window", "sink_window", "prefix")
-# Each of which is in another mask with segments beside it.
-ALONE = ("chunk", "window", "sink_window", "sinks", "packed")
-# Of these the ones that skip otherwise where a rank has two chunks that are far apart.
-IN_BOTH = ("packed_window",)
+# A mask that has it all in each scheme, order and kind of mesh, and each rule that depends on where a key is in the text.
+# Ulysses' are in test_ulysses.py.
+QUICK = {
+    ("sinks_packed_window", "sp4", "zigzag", "ring"),
+    ("sinks_packed_window", "sp4", "zigzag", "all_gather"),
+    ("sinks_packed_window", "sp2_tp2_fsdp2", "zigzag", "ring"),
+    ("packed", "sp4", "striped", "ring"),
+    ("packed_chunk", "sp4", "contiguous", "ring"),
+    ("two_sided_window", "sp4", "contiguous", "ring"),
+    ("prefix", "sp4", "contiguous", "ring"),
+    ("dropout", "sp4", "zigzag", "ring"),
+    ("alibi", "sp4", "zigzag", "ring"),
+}
 
 
 def grid():
@@ -137,19 +142,7 @@ def grid():
                     sizes = MESHES[mesh]
                     if SCHEMES[scheme]().rejects(N // sizes.get("tp", 1), (("sp", sizes["sp"]),)):
                         continue  # eight ranks for four heads: refused, see below
-                    # In CI: every mask on sp4, in order or in zigzag, and the other meshes with one mask that has it all.
-                    # Ulysses' are in test_ulysses.py.
-                    in_zigzag = name in IN_BOTH or name not in IN_ORDER
-                    quick = mesh == "sp4" and scheme == "ring"
-                    quick &= (order == "zigzag" and in_zigzag) or (order == "contiguous" and name in IN_ORDER)
-                    quick &= name not in ALONE
-                    quick |= mesh == "sp4" and order == "zigzag" and scheme == "all_gather" and name in GATHERED
-                    on_other = scheme == ("all_gather" if mesh == "sp2" else "ring")
-                    quick |= mesh != "sp4" and order == "zigzag" and name == "sinks_packed_window" and on_other
-                    quick |= mesh == "sp4" and name == "packed" and order == "striped"
-                    quick |= mesh == "sp2" and name == "causal" and order == "contiguous"
-                    quick &= scheme != "ulysses" and mesh != "sp8"
-                    marks = () if quick else (pytest.mark.slow,)
+                    marks = () if (name, mesh, order, scheme) in QUICK else pytest.mark.slow
                     yield pytest.param(name, mesh, order, scheme, marks=marks)
 
 
@@ -206,12 +199,13 @@ WANTED = jax.jit(functools.partial(flash_attention, causal=True))
 TWO_AXES = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "scheme"),
     [
-        pytest.param(("a", "b"), "ring", marks=pytest.mark.slow),
-        pytest.param(("a", "b"), "all_gather", marks=pytest.mark.slow),
-        pytest.param(("a", "b"), "ulysses", marks=pytest.mark.slow),
+        (("a", "b"), "ring"),
+        (("a", "b"), "all_gather"),
+        (("a", "b"), "ulysses"),
         (("b", "a"), "ring"),
     ],
 )
@@ -238,9 +232,6 @@ def products():
             for name in MASKS:
                 # In CI each of the two schemes, and each order of the axes: tests/test_ulysses.py has every mask and order.
                 quick = (name, order) == SPREAD[type(outer)] and axis == ("b", "a")
-                quick |= (
-                    name == "packed_sink_window" and outer == AllGather() and (order, *axis) == ("contiguous", "a", "b")
-                )
                 yield pytest.param(name, order, outer, axis, marks=() if quick else (pytest.mark.slow,))
 
 
@@ -322,7 +313,8 @@ def test_what_a_contract_does_not_name_is_not_moved():
         way.there("block_mask", jnp.ones((1, 1, 2, 4), bool))
 
 
-@pytest.mark.parametrize("scheme", [pytest.param(s, marks=[pytest.mark.slow] * (s != "ring")) for s in SCHEMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_over_two_axes_inside_the_callers_own_shard_map(scheme):
     axis, order, options = ("a", "b"), Order("zigzag", 8), {"causal": True, "chunk_size": 6}
     names = ("q_segment_ids", "kv_segment_ids")

@@ -41,6 +41,7 @@ def test_attention_to_a_tree_is_attention_along_its_paths():
         np.testing.assert_allclose(out[b, i], one[0, 0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_verification_is_greedy_decoding():
     for _ in range(50):
         T, B = int(RNG.choice([1, 2, 5, 11])), 3
