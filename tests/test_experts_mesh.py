@@ -145,6 +145,7 @@ def test_chunks(scheme, chunks):
     check({"ep": 4}, K, dispatch=scheme, chunks=chunks, buffer=0.6)
 
 
+@pytest.mark.slow
 def test_what_has_no_room_is_counted():
     """Of tokens that all want the same experts, the first of them have room; on one device as on a mesh."""
     arrays = slanted(inputs(), K)
@@ -174,7 +175,6 @@ def test_a_batch_of_one_counts_once_what_has_no_room():
         assert stats.dropped == found[1] > 0
 
 
-@pytest.mark.slow
 def test_tokens_that_all_ranks_have():
     """As the specs of a call say."""
     stats = check({"ep": 4, "tp": 2}, K, in_specs=(P(), P("ep", None, "tp")))

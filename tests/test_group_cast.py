@@ -112,10 +112,8 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("scheme", "name", "sizes", "dtype"),
-    [pytest.param(*call, marks=() if i < 1 else pytest.mark.slow) for i, call in enumerate(CALLS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "name", "sizes", "dtype"), CALLS)
 def test_what_documents_need_is_sent_and_no_more(sent, scheme, name, sizes, dtype):
     """One program over batches of several documents: the numbers of one device, and the bytes that the scheme declares for the
     chunks that pairs of tokens need. More than there is room for takes more passes; one document is sent whole. Another token

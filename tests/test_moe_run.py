@@ -89,7 +89,6 @@ def test_the_line_of_a_step_says_how_many_extra_passes_there_were(capsys):
         assert capsys.readouterr().out.endswith(f"ETA 0:04{words}\n")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "where"),
     [

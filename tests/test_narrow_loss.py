@@ -253,7 +253,8 @@ def products():
 
 
 # The gradient of a matrix of its own is held to one device's over tp.
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
 def test_a_model_multiplies_its_output_projection_in_8_bits_by_choice(tied):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     narrow = dataclasses.replace(config, precision_head=True)

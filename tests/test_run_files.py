@@ -181,6 +181,7 @@ def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys):
     assert "cluster=auto finds no" in message and "cluster=manual" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "full", [pytest.param("tensorboardX.record_writer.RecordWriter.write", marks=pytest.mark.slow), "json.dumps"]
 )

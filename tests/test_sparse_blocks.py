@@ -173,6 +173,7 @@ def transfers(text):
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffer", [0.4, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_what_is_sent_is_what_is_declared(buffer):
     """No rank gathers keys: means, the tokens before its own, and as many blocks as a pass has room for."""

@@ -53,6 +53,7 @@ def test_requests_that_share_pages_share_their_sums():
     texts_are_known(known, engine, [again, first])
 
 
+@pytest.mark.slow
 def test_what_was_in_a_page_before_is_in_no_text():
     """NaN of a request that is gone: of its keys and values, and of the sums of its blocks."""
     known = Known(**SPARSE, sparse=SparseShape(4, 4, 5))

@@ -81,13 +81,14 @@ def spread(known, ranks, **options):
     return Engine(known.model, params, buffers=buffers, mesh=mesh, **sizes | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("known", "ranks"),
     [
-        pytest.param("attention", 2, marks=pytest.mark.slow),
+        ("attention", 2),
         ("hybrid", 4),
-        pytest.param("attention", 4, marks=pytest.mark.slow),
-        pytest.param("hybrid", 2, marks=pytest.mark.slow),
+        ("attention", 4),
+        ("hybrid", 2),
     ],
     indirect=["known"],
 )

@@ -73,16 +73,11 @@ def by_documents(mask, order):
     return MASKS[mask][1] and order == "contiguous"
 
 
-def rows():
-    for target in TARGETS:
-        for mask in MASKS:
-            for order in ("zigzag", "contiguous"):
-                for gradient in (True, False):
-                    quick = (target, mask, order, gradient) == ("h200", "packed", "zigzag", True)
-                    yield pytest.param(target, mask, order, gradient, marks=() if quick else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("target", "mask", "order", "gradient"), list(rows()))
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [*TARGETS])
+@pytest.mark.parametrize("mask", [*MASKS])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("gradient", [True, False])
 def test_every_transfer_of_keys_runs_beside_attention(target, mask, order, gradient):
     """Forward and backward; but gradients on their way home, when all is attended to, run beside what comes after."""
     check_hidden(target, mask, order, gradient)
