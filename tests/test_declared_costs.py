@@ -327,15 +327,25 @@ def collectives(jaxpr, sizes, keep=lambda x: True):
 @pytest.mark.parametrize("name", [*SCHEMES])
 @pytest.mark.parametrize(
     ("lie", "window"),
-    [("zigzag", None), ("contiguous", None), ("striped", None), ("contiguous", 9), ("zigzag", 9)],
+    [
+        ("zigzag", None),
+        ("contiguous", 9),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("contiguous", None), ("striped", None), ("zigzag", 9))
+        ),
+    ],
 )
 def test_a_scheme_sends_what_it_declares(name, lie, window):
     """Keys, values and their gradients, in the program of a gradient of `ring_attention` on four ranks."""
     check_sent(name, lie, window, {"sp": 4})
 
 
+TWO_AXES = [{"cp": 4, "sp": 2}, *(pytest.param({"cp": 2, "sp": n}, marks=pytest.mark.slow) for n in (2, 4))]
+
+
 @pytest.mark.parametrize("lie", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("sizes", [{"cp": 2, "sp": 2}, {"cp": 4, "sp": 2}, {"cp": 2, "sp": 4}], ids=str)
+@pytest.mark.parametrize("sizes", TWO_AXES, ids=str)
 def test_a_scheme_of_two_axes_sends_what_it_declares_along_each(lie, sizes):
     check_sent("ulysses", lie, None, sizes)
 
@@ -351,7 +361,7 @@ def test_gradients_in_bfloat16_are_half_of_those_that_travel(lie):
 
 
 @pytest.mark.parametrize("scheme", [Ring(levels=2), Ring("bfloat16", levels=2)], ids=lambda scheme: scheme.gradients)
-@pytest.mark.parametrize("sizes", [{"cp": 2, "sp": 2}, {"cp": 4, "sp": 2}, {"cp": 2, "sp": 4}], ids=str)
+@pytest.mark.parametrize("sizes", TWO_AXES, ids=str)
 def test_a_ring_of_two_levels_sends_what_it_declares_along_each(scheme, sizes):
     """Along the outer axis a hop for each other group, where a flat ring counts all of its hops."""
     check_sent(scheme, "zigzag", None, sizes)

@@ -114,7 +114,7 @@ def test_stored_weights_that_share_an_axis_with_the_rows_are_gathered_on_explici
 # -- cross entropy checks on a mesh what it checks on one device -------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fused_cross_entropy", "fused_token_losses"])
+@pytest.mark.parametrize("name", [pytest.param("fused_cross_entropy", marks=pytest.mark.slow), "fused_token_losses"])
 def test_strays_show_in_the_loss_and_in_the_gradients_and_padding_does_not(name):
     def run(module, targets, of_logits, **where):
         function = functools.partial(getattr(module, name), targets=targets, **where)
@@ -232,6 +232,7 @@ def test_where_nothing_is_compiled(where):
         close(gradients(QKV), want)
 
 
+@pytest.mark.slow
 def test_a_ring_inside_a_shard_map_over_some_axes():
     where = {"mesh": make_mesh(dp=2, sp=2, tp=2), "in_specs": (P("dp", "sp"),) * 3, "out_specs": P("dp", "sp")}
     mapped = jax.shard_map(functools.partial(ejdist.ring_attention, causal=True), axis_names={"dp", "sp"}, **where)
@@ -344,6 +345,7 @@ def test_a_mesh_with_axes_of_two_types_needs_specs(kinds):
 OWN = {"B": "data", "N": "model", "K": "model", "F": "model", "V": "model"}
 
 
+@pytest.mark.slow
 def test_a_mesh_of_ones_own():
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
     said(["'data'", "'model'", "set_layout", "in_specs"], lambda: ejdist.rms_norm(X, WEIGHT, mesh=mesh))

@@ -28,6 +28,7 @@ def test_names_tell_faults_apart():
     assert len(names) == len(set(names)), sorted({n for n in names if names.count(n) > 1})
 
 
+@pytest.mark.slow
 def test_what_is_unnoticed_stale_or_broken_is_said(tmp_path, monkeypatch, capsys):
     """A project of two files, in which one fault is found by a quick test, one by a slow test, and the others are not."""
     (tmp_path / "code_of.py").write_text("A = 1\nB = 2\nD = 4\n")

@@ -248,7 +248,7 @@ def test_the_future_and_padding_are_not_seen():
 
 @pytest.mark.parametrize(
     "remat",
-    [pytest.param(p, marks=() if p in ("none", "offload") else pytest.mark.slow) for p in REMAT if p != "attention"],
+    [pytest.param(p, marks=() if p == "offload" else pytest.mark.slow) for p in REMAT if p != "attention"],
 )
 def test_remat_changes_memory_not_numbers(remat, with_flash_attention):
     params, batch = init(SMALL, jax.random.key(0)), batch_of(SMALL)

@@ -177,6 +177,7 @@ def drawing(x, *_, key, **__):
     return x * draw, stats
 
 
+@pytest.mark.slow
 def test_noise_differs_by_layer_microbatch_and_step_and_is_the_same_when_it_is_computed_again():
     c = style({"jitter": 0.2}, first_layers=("experts",))
     params, batch = initialise(declare(c), jax.random.key(0)), {k: jnp.asarray(v) for k, v in batch_of(c).items()}

@@ -111,8 +111,8 @@ def in_padding(x, fill):
     return jnp.where((IDS >= 0).reshape(2, T, *(1,) * (x.ndim - 2)), x, fill)
 
 
-# What calls the attention of another row, or is written in the same way.
-OF_ANOTHER = ("all_gather", "differential", "quantized", "mixture", "latent")
+# What calls the attention of another row, or is written in the same way; and the longest of those that gather keys.
+OF_ANOTHER = ("all_gather", "differential", "quantized", "mixture", "latent", "native sparse")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OF_ANOTHER)) for n in CALLS])

@@ -60,6 +60,7 @@ def test_state_goes_to_the_host_where_a_plan_needs_it(capsys):
     assert "nothing fits without optimizer.offload=host" in out and "the plan that needs least takes" in out
 
 
+@pytest.mark.slow
 def test_savings_are_not_proposed_where_a_plan_fits_without():
     found = search(compose(EIGHT.split()), TPU, {BATCH}, None)
     assert found.best is not None and not found.best.candidate.savings and found.unsaved is None

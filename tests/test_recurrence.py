@@ -119,7 +119,7 @@ IDS = {
 }
 
 
-QUICK = ("documents", "padding", "packed")
+QUICK = ("documents", "packed")
 
 
 def arguments(name):

@@ -95,7 +95,15 @@ def everything(attend, arrays, *rest):
         pytest.param("balanced", 2, "packed", (64, 64), {"scheme": GroupCast(0.5)}, marks=pytest.mark.slow),
         pytest.param("striped", 4, "one", (64, 64), {"scheme": GroupCast()}, marks=pytest.mark.slow),
         # All others' keys at once.
-        pytest.param("striped", 4, "packed", (64, 64), {"scheme": AllGather(head_groups=2)}, id="gathered-striped"),
+        pytest.param(
+            "striped",
+            4,
+            "packed",
+            (64, 64),
+            {"scheme": AllGather(head_groups=2)},
+            id="gathered-striped",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "balanced",
             2,

@@ -130,7 +130,6 @@ QUICK = {
     ("two_sided_window", "sp4", "contiguous", "ring"),
     ("prefix", "sp4", "contiguous", "ring"),
     ("dropout", "sp4", "zigzag", "ring"),
-    ("alibi", "sp4", "zigzag", "ring"),
 }
 
 

@@ -90,8 +90,10 @@ def mapped(name, options, axes, out, **how):
     return jax.shard_map(body, in_specs=(specs, dict.fromkeys(data, TOKENS)), out_specs=out, **how)
 
 
-# The same operation as another call here with other arguments, with one of them fixed, or over the same engine: slow.
+# The same operation as another call here with other arguments, with one of them fixed, or over the same engine: slow. So is
+# the convolution, whose halo is in tests/test_recurrence.py.
 OF_ANOTHER = {
+    "causal_conv1d",
     "delta_rule",
     "flash_mla",
     "gla_attention",
