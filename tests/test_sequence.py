@@ -119,7 +119,7 @@ MESHES = {"sp4": {"sp": 4}, "sp2": {"sp": 2}, "sp2_tp2_fsdp2": {"sp": 2, "tp": 2
 OF_ALL_KEYS = [name for name in SCHEMES if name not in ("halo", "group_cast")]
 AND_GROUPS = [*OF_ALL_KEYS, "group_cast"]
 AND_CHUNKS = [*OF_ALL_KEYS, pytest.param("group_cast", marks=pytest.mark.slow)]
-# A mask that has it all in each scheme, order and kind of mesh, and each rule that depends on where a key is in the text.
+# A mask that has it all in each scheme, order and kind of mesh, and rules that depend on where a key is in the text.
 # Ulysses' are in test_ulysses.py.
 QUICK = {
     ("sinks_packed_window", "sp4", "zigzag", "ring"),

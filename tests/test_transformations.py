@@ -28,7 +28,7 @@ WITH_KERNELS = {"fused_add_rms_norm"}
 
 
 # The framework alone decides what a derivative is under `vmap`, `scan`, `jax.checkpoint` and an export, and what a second one
-# is. In the quick tests one operation of each kind is transformed so: one output and several, residuals, integers, positions.
+# is. In the quick tests one operation of each kind is transformed so: one output and several, residuals, integers.
 OF_EACH_KIND = "rms_norm fused_add_rms_norm flash_attention grouped_matmul".split()
 
 
