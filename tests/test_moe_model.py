@@ -106,8 +106,8 @@ def state_of(c):
 
 # Keeps the gradient, and changes no parameter.
 KEPT = optax.GradientTransformation(lambda p: p, lambda g, _, p: (jax.tree.map(jnp.zeros_like, p), g))
-# A bias that moves once a step, losses of sequences and latent attention, computed again and in microbatches.
-QUICK = [("deepseek", "full", 2)]
+# A bias that moves, losses of sequences, a shared expert, groups of experts and latent attention.
+QUICK = [("deepseek", "attention", 1)]
 OTHERS = [case for case in itertools.product(STYLES, ("none", "attention", "full"), (1, 2)) if case not in QUICK]
 
 

@@ -178,9 +178,8 @@ def test_a_run_is_clipped_after_each_step():
     np.testing.assert_allclose(clip["layers"]["query"], query, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param((("fsdp", 2), ("tp", 2)), marks=pytest.mark.slow), (("sp", 2),)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(("fsdp", 2), ("tp", 2)), (("sp", 2),)], ids=str)
 def test_on_a_mesh_a_head_has_the_factor_of_one_device(mesh):
     losses, params, told = steps("optimizer.qk_clip=30", ONE)
     words = "optimizer.qk_clip=30 " + " ".join(f"mesh.{axis}={n}" for axis, n in mesh)
