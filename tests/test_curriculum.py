@@ -64,7 +64,6 @@ def whole(corpus, tmp_path_factory):
     return once(tmp_path_factory, "curriculum", lambda folder: run(folder, corpus))
 
 
-@pytest.mark.slow
 def test_stages_are_one_run_with_one_schedule(corpus, whole):
     rows = read_rows(whole / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -103,7 +102,6 @@ def test_a_stop_after_any_step_goes_on_bit_for_bit(corpus, whole, tmp_path):
     assert outcome.finished and losses(tmp_path) == losses(whole)
 
 
-@pytest.mark.slow
 def test_the_first_step_of_a_stage_has_its_positions_and_its_rows(corpus, whole):
     """Against the loss by hand: what the stage before has saved, in the model and on the rows of the next, on one device."""
     before, params = state_of(whole, 3)
@@ -143,7 +141,6 @@ def test_the_plan_ahead_may_change_and_what_was_made_may_not(tmp_path):
         check_history(single, stages_of(later), 5, tmp_path)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_other_positions_than_the_stage_has_is_refused(corpus, whole):
     """At the end of a stage what is stored is of the stage that ends, and not of the one that goes on."""
     stages = stages_of(compose(PLAN))
