@@ -68,7 +68,7 @@ def ragged(rng, slots, dtype=jnp.float32, **more):
         [-1, 7, 4, -1, 0, 2],
         pytest.param([5, -1, -1, 1], marks=pytest.mark.slow),
         pytest.param([3, 2, 1, 0], marks=pytest.mark.slow),
-        [-1, 6],
+        pytest.param([-1, 6], marks=pytest.mark.slow),
     ],
 )
 def test_requests_change_their_slots_alone(slots):

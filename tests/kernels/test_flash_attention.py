@@ -141,6 +141,7 @@ def test_agrees_with_jax_nn(causal, extra):
 # -- the blocks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # cases of the operation have blocks of several sizes
 @pytest.mark.parametrize(
     "name",
     [
@@ -236,7 +237,7 @@ def temporary_bytes(length, **options):
     return f.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("name", ["causal", "segments"])
+@pytest.mark.parametrize("name", ["causal", pytest.param("segments", marks=pytest.mark.slow)])
 def test_memory_of_forward_and_backward_is_linear_in_length(name):
     def options(length):
         ids = jnp.arange(length)[None] // 1000
@@ -247,6 +248,7 @@ def test_memory_of_forward_and_backward_is_linear_in_length(name):
     assert large < 32768**2 / 8  # not even a bit per pair
 
 
+@pytest.mark.slow  # what is computed, not what comes out
 def test_blocks_that_a_mask_hides_are_not_computed():
     """Keys that are NaN spoil whatever touches them, even with weight zero: so nothing did."""
     cfg = blocks(16, 16)

@@ -190,6 +190,7 @@ def _random_call(call):
         assert np.linalg.norm(got - wanted) <= 5e-6 * max(np.linalg.norm(wanted), size)
 
 
+@pytest.mark.slow  # the calls above have all options; 300 random ones are slow
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(calls())
 def test_some_random_calls(call):
@@ -279,7 +280,9 @@ ON_A_MESH = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("tp2", "ep2"))) for n in ON_A_MESH])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp2_ep2_tp2")) for n in ON_A_MESH]
+)
 def test_on_a_mesh(name):
     sizes, specs, options, gated = ON_A_MESH[name]
     floats = inputs(32, 8, 6, 4, gated=gated, bias=True)

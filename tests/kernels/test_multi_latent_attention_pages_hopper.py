@@ -46,8 +46,8 @@ CALLS = {
 }
 
 
-# "two_groups" decodes too.
-@pytest.mark.parametrize("call", [pytest.param(n, marks=[pytest.mark.slow] * (n == "decode")) for n in CALLS])
+# "mixed" has most in it: requests of several tokens, of one and of none, a window, several groups and rows of nobody.
+@pytest.mark.parametrize("call", [pytest.param(n, marks=[pytest.mark.slow] * (n != "mixed")) for n in CALLS])
 def test_numbers(call, monkeypatch):
     *sizes, options = CALLS[call]
     a = batch(*sizes)
@@ -62,6 +62,7 @@ def test_numbers(call, monkeypatch):
     assert not got[sum(sizes[0]) :].any()
 
 
+@pytest.mark.slow  # compiled; the numbers are quick
 @pytest.mark.parametrize(
     ("heads", "page"),
     [(128, 64), *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((64, 16), (128, 16), (64, 128)))],
@@ -86,7 +87,11 @@ def test_a_decode_step_of_deepseek(heads, page):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options"), [((2, 1, 75, 64, 128, 64), {}), ((3, 2, 140, 40, 128, 8), {"sliding_window": 50})]
+    ("sizes", "options"),
+    [
+        pytest.param((2, 1, 75, 64, 128, 64), {}, marks=pytest.mark.slow),
+        ((3, 2, 140, 40, 128, 8), {"sliding_window": 50}),
+    ],
 )
 def test_a_cache_without_pages(sizes, options, monkeypatch):
     """`mla_decode`, with its lse; a row is shorter than its tokens, and a slot without an entry is NaN."""

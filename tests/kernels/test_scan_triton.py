@@ -9,6 +9,7 @@ import pytest
 import triton
 import triton.language as tl
 from grid import error, value_and_gradients
+from test_delta_triton import spoiled
 
 import kernels
 from kernels.engines.scan import triton_parts
@@ -21,10 +22,10 @@ OPS = kernels.operations()
 DECAYS = {"0": 0.0, "-20": -20.0, "-100": -100.0, "-inf": -np.inf}
 
 
-def against_xla(name, arguments, allowed=3e-6, **cfg):
-    """Asserts that outputs and gradients through the interpreter are those of the XLA backend, and finite."""
+def against_xla(name, arguments, clean=None, allowed=3e-6, **cfg):
+    """Asserts that outputs and gradients through the interpreter are those of XLA given `clean` arguments, and finite."""
     op = OPS[name]
-    wanted, gradients, d = value_and_gradients(lambda **a: op(**a, platform="xla"), arguments)
+    wanted, gradients, d = value_and_gradients(lambda **a: op(**a, platform="xla"), clean or arguments)
     with interpret():
         run = functools.partial(op, platform="triton", cfg=ChunkConfig(**cfg))
         got, found, _ = value_and_gradients(run, arguments, d)
@@ -61,22 +62,12 @@ def test_rows_that_are_split_have_the_same_numbers_at_decays_of_every_size(decay
     against_xla("linear_attention", arguments, chunk=16, splits=3, block_v=16)
 
 
+@pytest.mark.slow  # packed sequences that are split have padding with NaN too
 def test_documents_and_padding_in_split_rows():
     rng = np.random.default_rng(1)
     ids, state = documents(rng, 2, 117), rng.standard_normal((2, 1, 2, 8, 4)).astype(np.float32)
-    arguments = linear_attention_of(rng, 2, 117, 2, 2, 8, 4, -1.0, initial_state=state, segment_ids=ids)
-    # What padding holds reaches nothing.
-    padded = jnp.asarray(ids < 0)[..., None]
-    for name in ("query", "key", "value"):
-        arguments[name] = jnp.where(padded[..., None], jnp.nan, arguments[name])
-    op = OPS["linear_attention"]
-    clean = {n: jnp.nan_to_num(x) if n in ("query", "key", "value") else x for n, x in arguments.items()}
-    wanted, gradients, d = value_and_gradients(lambda **a: op(**a, platform="xla"), clean)
-    with interpret():
-        run = functools.partial(op, platform="triton", cfg=ChunkConfig(chunk=16, splits=2))
-        got, found, _ = value_and_gradients(run, arguments, d)
-    for what, a, b in [*zip(op.outputs, got, wanted), *((n, found[n], gradients[n]) for n in gradients)]:
-        assert error(a, b) <= 3e-6, what
+    clean = linear_attention_of(rng, 2, 117, 2, 2, 8, 4, -1.0, initial_state=state, segment_ids=ids)
+    against_xla("linear_attention", spoiled(clean, ids, "query", "key", "value"), clean, chunk=16, splits=2)
 
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 4])
@@ -86,10 +77,11 @@ def test_packed_sequences_with_states(splits):
     ids[0, :4] = ids[0, 50:52] = ids[:, -5:] = -1
     ids[1] = np.where(ids[1] < 0, -1, 4 - ids[1])  # in another order
     state = rng.standard_normal((2, 5, 2, 8, 4)).astype(np.float32)
-    arguments = linear_attention_of(rng, 2, 101, 2, 2, 8, 4, initial_state=state, segment_ids=ids)
-    against_xla("linear_attention", arguments | {"num_states": 5}, chunk=16, splits=splits)
+    clean = linear_attention_of(rng, 2, 101, 2, 2, 8, 4, initial_state=state, segment_ids=ids, num_states=5)
+    against_xla("linear_attention", spoiled(clean, ids, "query", "key", "value"), clean, chunk=16, splits=splits)
 
 
+@pytest.mark.slow  # a packed sequence without a token is quick
 def test_a_row_without_a_valid_token_returns_its_states():
     rng = np.random.default_rng(3)
     ids = np.full((1, 20), -1, np.int32)
