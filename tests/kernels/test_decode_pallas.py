@@ -11,7 +11,7 @@ from kernels.framework.interpret import interpret
 from kernels.ops.delta_rule import pool_op
 from kernels.toolchains.simulate.ahead_of_time import TPU_TOPOLOGIES, call_of, compile_tpu, mosaic_calls
 
-SLOW = [n for n in MADE if n not in ("delta_rule of channels", "linear_attention with a bonus", "rwkv7")]
+SLOW = [n for n in MADE if n not in ("linear_attention with a bonus", "rwkv7")]
 EACH = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MADE]
 
 

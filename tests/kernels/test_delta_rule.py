@@ -82,6 +82,7 @@ def test_decays_of_zero_and_one(name):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow  # chunks against the loop need it
 def test_the_inverse_of_a_chunk():
     A = np.tril(RNG.standard_normal((2, 16, 16)), -1)
     np.testing.assert_allclose(

@@ -71,7 +71,7 @@ def test_correlated_keys_and_reflections(cosine, beta):
     compared(arguments, {}, allowed=1e-5, chunk=64)
 
 
-@pytest.mark.parametrize("decay", [*(pytest.param(d, marks=pytest.mark.slow) for d in (0.0, -20.0, -100.0)), -np.inf])
+@pytest.mark.parametrize("decay", [pytest.param(d, marks=pytest.mark.slow) for d in (0.0, -20.0, -100.0, -np.inf)])
 def test_decays_of_every_size(decay):
     rng = np.random.default_rng(1)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)

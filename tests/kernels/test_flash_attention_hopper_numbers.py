@@ -87,6 +87,7 @@ def test_programs_that_share_a_block_of_keys(monkeypatch, kind, heads, shares):
     assert all(isinstance(spans, np.ndarray) for spans, *_ in asked)
 
 
+@pytest.mark.slow  # shares without documents are quick
 @pytest.mark.parametrize("kind", ["128", pytest.param("256", marks=pytest.mark.slow)])
 def test_programs_share_blocks_of_keys_of_documents_where_they_are_asked_to(kind):
     """Whose steps only a batch knows."""
@@ -145,6 +146,7 @@ def test_other_widths(widths):
     hold(arrays(B, (T, T), (N, K), widths, "bfloat16"), mask, options)
 
 
+@pytest.mark.slow  # what lies in padding reaches nothing else, which is quick
 @pytest.mark.parametrize("widths", [(128, 128), pytest.param((192, 128), marks=pytest.mark.slow)], ids=str)
 def test_other_rows_of_the_batch_are_not_read(widths):
     floats = arrays(B, (T, T), (N, K), widths, "bfloat16")

@@ -86,6 +86,7 @@ def test_a_decode_step_of_deepseek(heads, page):
     assert len(re.findall(r"wgmma\.mma_async\S*m64n256k16", attend.ptx)) == 2 * 2
 
 
+@pytest.mark.slow  # of pages it is quick
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

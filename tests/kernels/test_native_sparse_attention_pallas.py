@@ -28,6 +28,7 @@ def indices_of(t, heads, most, count):
     return RNG.integers(-1, most, (1, t, heads, count)).astype(np.int32)
 
 
+@pytest.mark.slow  # in Triton it is quick
 def test_a_padded_group_and_blocks_across_tiles_in_lists_of_many_parts(monkeypatch):
     monkeypatch.setattr(pallas_lists, "PART", 2)
     t = 150

@@ -69,6 +69,7 @@ SLOW = (
     "all_keys",
     "pages_of_16",
     "nothing",
+    "three_tiles",
     "none_is_long",
 )  # whose options are each in another call of this file, or in the other kernels' tests
 
@@ -127,6 +128,7 @@ def prompts_over_pages():
     return functools.partial(page_op, platform="triton"), *arrays
 
 
+@pytest.mark.slow  # its numbers are quick
 @pytest.mark.parametrize(
     ("capability", "kernel"),
     [pytest.param(80, "paged_kernel", marks=pytest.mark.slow), (90, "warp_specialized_fwd_kernel")],

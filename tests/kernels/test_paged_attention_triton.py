@@ -265,6 +265,7 @@ def decoding(B, S, page, dtype, T=1):
     }
 
 
+@pytest.mark.slow  # compiled; the numbers are quick
 def test_a_decode_step_keeps_several_blocks_of_keys_on_their_way():
     """Loads are of 16 bytes and asynchronous, and the last ones are not waited for; three programs share a multiprocessor."""
     run = functools.partial(page_op, platform="triton")
@@ -337,7 +338,7 @@ def test_rows_are_written_in_the_caches_own_memory():
 # -- what else decides ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), (30, None)])
+@pytest.mark.parametrize("window", [None, pytest.param((30, None), marks=pytest.mark.slow)])
 def test_tall_tiles_skip_the_mask_of_blocks_that_all_queries_see(window):
     rng = np.random.default_rng(5)
     a = rows_of(rng, 2, 24, 96, [96, 45])

@@ -246,7 +246,8 @@ def test_words_copied_by_tma(mode, bits, dtype, chunks):
     assert error(got, want) < 2 * float(jnp.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("turned", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow  # compiled; the numbers are quick
+@pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [
