@@ -70,7 +70,9 @@ def test_a_bonus_without_decays():
     against_xla("linear_attention", arguments, chunk=16)
 
 
-@pytest.mark.parametrize(("cosine", "beta"), [pytest.param(*x, marks=pytest.mark.slow) for x in ((0.9, 2.0), (0.99, 2.0))])
+@pytest.mark.parametrize(
+    ("cosine", "beta"), [pytest.param(*x, marks=pytest.mark.slow) for x in ((0.9, 2.0), (0.99, 2.0))]
+)
 def test_correlated_keys_and_reflections(cosine, beta):
     rng = np.random.default_rng(3)
     compared(kda(rng, 1, 70, 1, 2, 16, 8, cosine, beta), {"use_qk_l2norm": True}, allowed=1e-5, chunk=64)

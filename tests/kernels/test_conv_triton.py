@@ -111,6 +111,7 @@ def test_rows_of_documents():
     assert found.final.tolist() == [[NOTHING, 6]]
 
 
+@pytest.mark.slow  # packed sequences need it
 def test_rows_of_packed_sequences():
     ids = jnp.asarray([[2, 2, 2, -1, 0]], jnp.int32)
     found = rows(ids, (1, 5), 3, 2, True)

@@ -357,6 +357,7 @@ def products(function, differentiated=True, field=None, **how):
     return jax.jit(run).lower(x, w).as_text().count("stablehlo.dot_general")
 
 
+@pytest.mark.slow  # what is computed, not what comes out
 def test_logits_are_computed_twice_only_where_it_is_said():
     split = {"mesh": make_mesh(tp=2)}
     assert products(fused_loss_sums) == products(fused_cross_entropy, reduction="sum") == 3
@@ -371,7 +372,7 @@ def test_logits_are_computed_twice_only_where_it_is_said():
     assert products(fused_loss_sums, differentiated=False) == products(fused_token_losses, differentiated=False) == 1
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton_gpu"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("triton_gpu", marks=pytest.mark.slow)])
 def test_what_a_forward_keeps_is_what_the_contract_says(backend):
     case = next(case for case in sums_op.cases if case.name == "odd")
     call = sums_op.bind(**sums_op.case_inputs(case, dtype="bfloat16"))

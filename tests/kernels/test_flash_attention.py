@@ -460,6 +460,7 @@ def test_a_row_that_is_no_number_has_an_lse_that_is_none(platform):
     assert gradient is None or np.isnan(gradient[0, 12:, :2]).all()
 
 
+@pytest.mark.slow  # a case of the contract has them, which a loop over pairs has checked
 @pytest.mark.parametrize("keys", [pytest.param(None, marks=pytest.mark.slow), "other"])
 def test_cum_seqlens_is_a_loop_over_sequences(keys):
     cu = np.array([0, 7, 7, 20, 26])

@@ -254,6 +254,7 @@ def temporary(M, E, D=64, F=64):
     return memory.temp_size_in_bytes, memory.argument_size_in_bytes + memory.output_size_in_bytes
 
 
+@pytest.mark.slow  # memory; the numbers are quick
 def test_memory_of_128_experts_is_that_of_the_arrays():
     few, arrays = temporary(2048, 128)
     assert few < arrays  # a product of every row with every matrix is 64 MiB here, thirteen times as much

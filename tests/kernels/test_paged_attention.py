@@ -136,6 +136,7 @@ def check_random(seed, index, cuts, lens):
     np.testing.assert_allclose(got, want, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.slow  # random calls; each option has a quick test
 @given(index=st.just(2), **CALL)
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_random_calls_are_flash_attention_over_the_gathered_keys(seed, index, cuts, lens):

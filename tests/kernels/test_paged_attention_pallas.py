@@ -90,6 +90,7 @@ def test_one_product_of_all_heads_and_words_of_two():
     compared(page_op, 1.6e-2, **(a | {"query": a["query"][:, :1]}), cfg=SMALL)
 
 
+@pytest.mark.slow  # its code is quick, and the contract takes both
 @pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_keys_and_values_of_a_head_side_by_side(T):
     """The one cache of `ragged_page_attention_v2`."""

@@ -147,7 +147,7 @@ def rows_of(rng, B, T, S, lens, dtype="float32", page=8):
     return x | {"query": jnp.asarray(normal(rng, B, T, N, H), dtype), "kv_lens": np.int32(lens), "block_tables": tables}
 
 
-@pytest.mark.parametrize("T", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("T", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_pieces_are_merged_exactly(T):
     """However keys are split, by how many programs; and the same bits twice."""
     a = rows_of(np.random.default_rng(1), 3, T, 160, [160, 17, 0])
@@ -180,6 +180,7 @@ def test_the_lse_is_that_of_all_pieces_and_sinks(T):
         lse_op(**a, platform="triton", cfg=cfg)
 
 
+@pytest.mark.slow  # one form more of the count
 def test_requests_are_counted_a_few_at_a_time(monkeypatch):
     """More requests than are summed at once: a piece of each part of them."""
     monkeypatch.setattr(calls, "REQUESTS", 2)

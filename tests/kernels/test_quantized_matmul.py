@@ -191,6 +191,7 @@ def _random_call(call):
     assert max(map(error, got, want)) < 5e-6
 
 
+@pytest.mark.slow  # random calls; each option has a quick test
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(calls())
 def test_some_random_calls(call):

@@ -176,7 +176,6 @@ def close(got, want, allowed=2e-5):
 
 
 QUICK = {
-    ("lstm", "plain"),
     ("lstm2", "documents"),
     ("gru2", "packed"),
     ("rnn", "documents"),
@@ -298,6 +297,7 @@ def bytes_of_gradient(name, length):
     return memory.temp_size_in_bytes, memory.argument_size_in_bytes + memory.output_size_in_bytes
 
 
+@pytest.mark.slow  # a scan, which keeps what a step is given
 @pytest.mark.parametrize(
     "name", ["lstm", pytest.param("gru", marks=pytest.mark.slow), pytest.param("rwkv4", marks=pytest.mark.slow)]
 )

@@ -89,6 +89,7 @@ def test_a_row_without_a_valid_token_returns_its_states():
     against_xla("linear_attention", arguments | {"num_states": 3}, chunk=16)
 
 
+@pytest.mark.slow  # cases of the operation share heads
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_gradients_of_what_heads_share_are_summed(heads):
     op, rng = OPS["state_space_v2"], np.random.default_rng(4)
@@ -119,6 +120,7 @@ def test_a_result_that_depends_on_a_token_far_back():
     assert error(got[0][0, -1, 0], wanted) < 1e-5
 
 
+@pytest.mark.slow  # packed sequences need it
 def test_chunks_of_packed_rows_cover_every_token_once():
     ids = jnp.asarray([[-1, -1, 2, 2, 2, 2, 2, -1, 0, 0, -1, -1], [-1] * 12], jnp.int32)
     found = layout(2, 12, 4, ids, 3)
