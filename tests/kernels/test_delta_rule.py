@@ -204,6 +204,9 @@ def random_call(drawn, block):
 
 
 RANDOM = given(calls(list(NAMES)), st.sampled_from([1, 16]))
+test_random_calls = pytest.mark.slow(
+    settings(max_examples=2, deadline=None, derandomize=True, database=None)(RANDOM(random_call))
+)
 test_300_random_calls = pytest.mark.slow(settings(max_examples=300, deadline=None, database=None)(RANDOM(random_call)))
 
 
