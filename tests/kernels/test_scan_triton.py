@@ -76,7 +76,7 @@ def test_packed_sequences_with_states(splits):
     ids[0, :4] = ids[0, 50:52] = ids[:, -5:] = -1
     ids[1] = np.where(ids[1] < 0, -1, 4 - ids[1])  # in another order
     state = rng.standard_normal((2, 5, 2, 8, 4)).astype(np.float32)
-    clean = linear_attention_of(rng, 2, 101, 2, 2, 8, 4, initial_state=state, segment_ids=ids, num_states=5)
+    clean = linear_attention_of(rng, 2, 101, 2, 2, 8, 4, initial_state=state, segment_ids=ids) | {"num_states": 5}
     against_xla("linear_attention", spoiled(clean, ids, "query", "key", "value"), clean, chunk=16, splits=splits)
 
 
