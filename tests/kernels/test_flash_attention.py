@@ -144,10 +144,7 @@ def test_agrees_with_jax_nn(causal, extra):
 @pytest.mark.slow  # cases of the operation have blocks of several sizes
 @pytest.mark.parametrize(
     "name",
-    [
-        "segments_sink_window",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("together", "cum_seqlens_window_chunk")),
-    ],
+    ["segments_sink_window", "together", "cum_seqlens_window_chunk"],
 )
 def test_the_block_size_is_not_in_the_numbers(name):
     given = op.case_inputs(next(c for c in CASES if c.name == name))
@@ -461,7 +458,7 @@ def test_a_row_that_is_no_number_has_an_lse_that_is_none(platform):
 
 
 @pytest.mark.slow  # a case of the contract has them, which a loop over pairs has checked
-@pytest.mark.parametrize("keys", [pytest.param(None, marks=pytest.mark.slow), "other"])
+@pytest.mark.parametrize("keys", [None, "other"])
 def test_cum_seqlens_is_a_loop_over_sequences(keys):
     cu = np.array([0, 7, 7, 20, 26])
     cu_k = cu if keys is None else np.array([0, 9, 12, 30, 40])

@@ -175,10 +175,7 @@ SEGMENTS = {"segments": jax.ShapeDtypeStruct((1, LENGTH), "int32")}
 @pytest.mark.slow  # compiled; the numbers with every option are quick
 @pytest.mark.parametrize(
     ("width", "value_width", "names"),
-    [
-        (192, 128, WIDE),
-        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((128, 128, HOPPERS), (256, 256, WIDE))),
-    ],
+    [(192, 128, WIDE), (128, 128, HOPPERS), (256, 256, WIDE)],
 )
 def test_the_code_with_every_option(width, value_width, names):
     """A soft cap, sinks, a window and documents."""
@@ -198,11 +195,7 @@ IDS = jax.ShapeDtypeStruct((1, 4096), "int32")
 @pytest.mark.slow  # compiled; the numbers of three warpgroups are quick
 @pytest.mark.parametrize(
     "mask",
-    [
-        pytest.param(MaskInfo(), marks=pytest.mark.slow),
-        pytest.param(MaskInfo(causal=True), marks=pytest.mark.slow),
-        MaskInfo(causal=True, q_positions=IDS, kv_positions=IDS),
-    ],
+    [MaskInfo(), MaskInfo(causal=True), MaskInfo(causal=True, q_positions=IDS, kv_positions=IDS)],
 )
 def test_the_code_of_three_warpgroups(mask):
     x = jax.ShapeDtypeStruct((1, 4096, 4, 64), "bfloat16")

@@ -88,7 +88,7 @@ def test_programs_that_share_a_block_of_keys(monkeypatch, kind, heads, shares):
 
 
 @pytest.mark.slow  # shares without documents are quick
-@pytest.mark.parametrize("kind", ["128", pytest.param("256", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["128", "256"])
 def test_programs_share_blocks_of_keys_of_documents_where_they_are_asked_to(kind):
     """Whose steps only a batch knows."""
     mask, options = CALLS["packed"]
@@ -124,7 +124,7 @@ def test_heads_one_by_one_and_side_by_side(monkeypatch, in_use, kind):
 
 
 @pytest.mark.slow  # a configuration that no heuristic takes
-@pytest.mark.parametrize("queries", [128, pytest.param(triton_gpu.THREE_WARPGROUPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("queries", [128, triton_gpu.THREE_WARPGROUPS])
 def test_three_stages(queries):
     """More room than is needed: who loads is farther ahead of those who attend."""
     cfg = KernelConfig(
@@ -147,7 +147,7 @@ def test_other_widths(widths):
 
 
 @pytest.mark.slow  # what lies in padding reaches nothing else, which is quick
-@pytest.mark.parametrize("widths", [(128, 128), pytest.param((192, 128), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("widths", [(128, 128), (192, 128)], ids=str)
 def test_other_rows_of_the_batch_are_not_read(widths):
     floats = arrays(B, (T, T), (N, K), widths, "bfloat16")
     other = {name: x.at[1].set(jnp.nan) for name, x in floats.items()}

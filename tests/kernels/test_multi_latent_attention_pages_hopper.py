@@ -65,7 +65,7 @@ def test_numbers(call, monkeypatch):
 @pytest.mark.slow  # compiled; the numbers are quick
 @pytest.mark.parametrize(
     ("heads", "page"),
-    [(128, 64), *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((64, 16), (128, 16), (64, 128)))],
+    [(128, 64), (64, 16), (128, 16), (64, 128)],
 )
 def test_a_decode_step_of_deepseek(heads, page):
     """Products are not serialised, few registers are spilled, and blocks fit into shared memory."""
@@ -89,10 +89,7 @@ def test_a_decode_step_of_deepseek(heads, page):
 @pytest.mark.slow  # of pages it is quick
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [
-        pytest.param((2, 1, 75, 64, 128, 64), {}, marks=pytest.mark.slow),
-        ((3, 2, 140, 40, 128, 8), {"sliding_window": 50}),
-    ],
+    [((2, 1, 75, 64, 128, 64), {}), ((3, 2, 140, 40, 128, 8), {"sliding_window": 50})],
 )
 def test_a_cache_without_pages(sizes, options, monkeypatch):
     """`mla_decode`, with its lse; a row is shorter than its tokens, and a slot without an entry is NaN."""

@@ -131,7 +131,7 @@ def prompts_over_pages():
 @pytest.mark.slow  # its numbers are quick
 @pytest.mark.parametrize(
     ("capability", "kernel"),
-    [pytest.param(80, "paged_kernel", marks=pytest.mark.slow), (90, "warp_specialized_fwd_kernel")],
+    [(80, "paged_kernel"), (90, "warp_specialized_fwd_kernel")],
 )
 def test_the_kernel_of_each_gpu(capability, kernel):
     assert names_of_kernels(*prompts_over_pages(), compute_capability=capability)[0] == kernel

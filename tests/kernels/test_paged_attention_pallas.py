@@ -91,7 +91,7 @@ def test_one_product_of_all_heads_and_words_of_two():
 
 
 @pytest.mark.slow  # its code is quick, and the contract takes both
-@pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("T", [1, 3])
 def test_keys_and_values_of_a_head_side_by_side(T):
     """The one cache of `ragged_page_attention_v2`."""
     rng = np.random.default_rng(2)

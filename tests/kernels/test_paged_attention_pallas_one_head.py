@@ -118,7 +118,7 @@ def test_latents_of_dense_rows(T):
 
 
 @pytest.mark.slow  # compiled; a case of the operation is compiled in the quick tests
-@pytest.mark.parametrize("rope", [128, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rope", [128, 64])
 def test_a_decode_step_of_deepseek_copies_a_cache_where_the_compiler_turns_it(rope):
     """64 requests of 8,192 entries. Queries' parts are joined. Of entries whose width 128 does not divide, XLA's own layout has
     the pages last, which no kernel reads in place: XLA's backend copies the cache as well."""

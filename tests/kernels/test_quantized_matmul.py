@@ -251,11 +251,7 @@ def test_words_copied_by_tma(mode, bits, dtype, chunks):
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
-    [
-        ("affine", 4, 64),
-        pytest.param("affine", 8, 64, marks=pytest.mark.slow),
-        pytest.param("mxfp4", 4, 32, marks=pytest.mark.slow),
-    ],
+    [("affine", 4, 64), ("affine", 8, 64), ("mxfp4", 4, 32)],
 )
 def test_weights_are_unpacked_in_registers(mode, bits, group_size, turned):
     """Shared memory holds what is copied to it, and no weights: the compiler finds the layout that `joined` is written for."""

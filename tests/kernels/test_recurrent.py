@@ -298,9 +298,7 @@ def bytes_of_gradient(name, length):
 
 
 @pytest.mark.slow  # a scan, which keeps what a step is given
-@pytest.mark.parametrize(
-    "name", ["lstm", pytest.param("gru", marks=pytest.mark.slow), pytest.param("rwkv4", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["lstm", "gru", "rwkv4"])
 def test_memory_is_linear_in_the_length(name):
     short, long = bytes_of_gradient(name, 512), bytes_of_gradient(name, 2048)
     assert long[0] < 4.2 * short[0] and long[0] < 16 * long[1], (short, long)

@@ -90,7 +90,7 @@ def test_a_row_without_a_valid_token_returns_its_states():
 
 
 @pytest.mark.slow  # cases of the operation share heads
-@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("heads", [1, 4])
 def test_gradients_of_what_heads_share_are_summed(heads):
     op, rng = OPS["state_space_v2"], np.random.default_rng(4)
     sizes = {"B": 1, "T": 70, "N": 8, "K": 2, "H": 8, "Hv": 4, "G": 1}
