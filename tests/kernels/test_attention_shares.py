@@ -69,9 +69,10 @@ def test_of_very_many_programs_none_is_looked_at(monkeypatch):
     assert shares_of_group(spans, 1, 1, 8, 64) == 1
 
 
+@pytest.mark.slow  # compiled; the numbers of shares are quick
 @pytest.mark.parametrize(
     ("width", "spills"),
-    [(128, 36), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((256, 24), (64, 0)))],
+    [(128, 36), (256, 24), (64, 0)],
     ids=str,
 )
 def test_the_code(width, spills):

@@ -9,7 +9,7 @@ import pytest
 import triton
 import triton.language as tl
 from grid import error, value_and_gradients
-from test_delta_triton import arguments_of, compared
+from test_delta_triton import arguments_of, compared, spoiled
 from test_scan_triton import OPS, against_xla, documents, linear_attention_of
 
 import kernels
@@ -70,7 +70,9 @@ def test_a_bonus_without_decays():
     against_xla("linear_attention", arguments, chunk=16)
 
 
-@pytest.mark.parametrize(("cosine", "beta"), [pytest.param(0.9, 2.0, marks=pytest.mark.slow), (0.99, 2.0)])
+@pytest.mark.parametrize(
+    ("cosine", "beta"), [pytest.param(*x, marks=pytest.mark.slow) for x in ((0.9, 2.0), (0.99, 2.0))]
+)
 def test_correlated_keys_and_reflections(cosine, beta):
     rng = np.random.default_rng(3)
     compared(kda(rng, 1, 70, 1, 2, 16, 8, cosine, beta), {"use_qk_l2norm": True}, allowed=1e-5, chunk=64)
@@ -84,15 +86,14 @@ def test_channels_of_several_blocks():
     against_xla("linear_attention", arguments, chunk=16, block_v=16)
 
 
+@pytest.mark.slow  # packed sequences have padding with NaN too
 def test_documents_and_padding():
     rng = np.random.default_rng(5)
     ids, state = documents(rng, 1, 77), rng.standard_normal((1, 1, 2, 8, 4)).astype(np.float32)
-    padding = jnp.asarray(ids < 0)[..., None, None]
     clean = kda(rng, 1, 77, 1, 2, 8, 4, initial_state=state, segment_ids=ids)
-    given = {n: jnp.where(padding, jnp.nan, y) if n in ("query", "key", "value", "g") else y for n, y in clean.items()}
-    compared(given, {}, clean, chunk=16, splits=2)
+    compared(spoiled(clean, ids, "query", "key", "value", "g"), {}, clean, chunk=16, splits=2)
     clean = gla(rng, 1, 77, 2, 2, 8, 4, -1.0, initial_state=state, segment_ids=ids)
-    given = {n: jnp.where(padding, jnp.nan, y) if n in ("query", "key", "value", "gk") else y for n, y in clean.items()}
+    given = spoiled(clean, ids, "query", "key", "value", "gk")
     op = OPS["linear_attention"]
     wanted, gradients, d = value_and_gradients(functools.partial(op, platform="xla"), clean)
     with interpret():
@@ -112,7 +113,8 @@ def test_packed_sequences_with_states(name):
         arguments = gla(rng, 1, 90, 2, 2, 8, 4, initial_state=state, segment_ids=ids)
         against_xla(name, arguments | {"num_states": 5}, chunk=16, splits=2)
         return
-    compared(kda(rng, 1, 90, 1, 2, 8, 4, initial_state=state, segment_ids=ids), {"num_states": 5}, chunk=16)
+    clean = kda(rng, 1, 90, 1, 2, 8, 4, initial_state=state, segment_ids=ids)
+    compared(spoiled(clean, ids, "query", "key", "value", "g"), {"num_states": 5}, clean, chunk=16)
 
 
 @triton.jit

@@ -30,17 +30,23 @@ PLAIN = {
     MLA: Case("heads", {**HEADS, "H": 128, "Hv": 64}, make=CAUSAL),
     mixture_op: Case("heads", {**HEADS, "K": 1}, make=CAUSAL),
 }
+
+
+def of_each(*slow):
+    return pytest.mark.parametrize(
+        "op", [pytest.param(op, id=op.name, marks=pytest.mark.slow if op in slow else ()) for op in CASES]
+    )
+
+
 # One of two outputs of attention, and one of wider queries; experts of attention are the same calls beside products.
-each = pytest.mark.parametrize(
-    "op", [pytest.param(op, id=op.name, marks=pytest.mark.slow if op is mixture_op else ()) for op in CASES]
-)
+each, fewest = of_each(mixture_op), of_each(mixture_op, differential_op)
 
 
 def triton_kernels(op, case, **asked):
     return set(names_of_kernels(*checks.call_of(op, case, **asked)))
 
 
-@each
+@fewest
 def test_the_program_for_cuda_holds_the_kernels_of_attention_both_ways(op):
     forward = triton_kernels(FLASH, PLAIN[op], backward=False)
     both = triton_kernels(FLASH, PLAIN[op])
@@ -51,7 +57,7 @@ def test_the_program_for_cuda_holds_the_kernels_of_attention_both_ways(op):
     assert (op is mixture_op) == any("matmul" in name for name in found)
 
 
-@each
+@fewest
 def test_xla_asked_by_name_is_xla_all_through(op):
     assert not triton_kernels(op, CASES[op], platform="xla")
     assert checks.mosaic_calls(checks.compile_tpu(*checks.call_of(op, CASES[op], platform="xla"))) == 0

@@ -48,7 +48,7 @@ def against_xla(arguments, cfg=SMALL, clean=None, allowed=2e-6):
 @pytest.mark.parametrize(
     ("T", "W", "cfg"),
     [
-        (37, 4, SMALL),
+        pytest.param(37, 4, SMALL, marks=pytest.mark.slow),
         pytest.param(32, 2, replace(SMALL, backward_tokens=8), marks=pytest.mark.slow),
         (9, 16, replace(SMALL, tokens=16, backward_span=2)),  # a window longer than a span, and than the row
     ],
@@ -92,6 +92,7 @@ def test_packed_sequences(state):
     against_xla(arguments)
 
 
+@pytest.mark.slow  # packed sequences have several states
 def test_several_states_without_ids():
     """All tokens continue the first; the others leave as they entered."""
     arguments = arguments_of(np.random.default_rng(4), 1, 6, 4, 3, num_states=3)
@@ -110,6 +111,7 @@ def test_rows_of_documents():
     assert found.final.tolist() == [[NOTHING, 6]]
 
 
+@pytest.mark.slow  # packed sequences need it
 def test_rows_of_packed_sequences():
     ids = jnp.asarray([[2, 2, 2, -1, 0]], jnp.int32)
     found = rows(ids, (1, 5), 3, 2, True)

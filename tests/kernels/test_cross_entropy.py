@@ -69,7 +69,11 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     ("block_rows", "weighted"),
-    [(7, True), (None, False), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((7, False), (None, True)))],
+    [
+        (7, True),
+        pytest.param(None, False, marks=pytest.mark.slow),
+        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((7, False), (None, True))),
+    ],
 )
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_against_float64(options, block_rows, weighted):
@@ -180,7 +184,7 @@ TILES = (("triton", 16), ("triton", 64), ("triton", 256), ("pallas", 128), ("pal
 @pytest.mark.parametrize(
     ("cap", "tiles"),
     [
-        (None, (TILES[0], TILES[2], TILES[4])),
+        pytest.param(None, (TILES[0], TILES[2], TILES[4]), marks=pytest.mark.slow),
         (3.0, (TILES[1], TILES[3])),
         *(pytest.param(cap, TILES, marks=pytest.mark.slow) for cap in (None, 3.0)),
     ],
@@ -249,6 +253,7 @@ def test_pallas_takes_targets_of_64_bits():
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow  # compiled; cases of the operation are compiled in the quick tests
 def test_pallas_has_room_for_many_tokens_of_a_small_vocabulary():
     """A column is 128 lanes wide in VMEM, and so is what a row has of numbers."""
 
@@ -317,7 +322,14 @@ def summed_terms(hidden, head, targets, weights, **how):
     return LossSums(total, total - z_loss, z_loss, counted)
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(None, "float32"), (5, "float32"), (5, "bfloat16")])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        pytest.param(None, "float32", marks=pytest.mark.slow),
+        pytest.param(5, "float32", marks=pytest.mark.slow),
+        (5, "bfloat16"),
+    ],
+)
 def test_sums_and_their_gradients_are_those_of_the_terms(rows, dtype):
     cfg = CrossEntropyConfig(rows)
     got, want = (sums_and_gradients(f, dtype, cfg=cfg) for f in (fused_loss_sums, summed_terms))
@@ -325,7 +337,7 @@ def test_sums_and_their_gradients_are_those_of_the_terms(rows, dtype):
         assert a.dtype == b.dtype and error(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param({"dp": 2}, marks=pytest.mark.slow), {"dp": 2, "tp": 2}], ids=str)
 def test_sums_on_a_mesh(mesh):
     got = sums_and_gradients(ejdist.fused_loss_sums, mesh=make_mesh(**mesh))
     jax.tree.map(
@@ -345,6 +357,7 @@ def products(function, differentiated=True, field=None, **how):
     return jax.jit(run).lower(x, w).as_text().count("stablehlo.dot_general")
 
 
+@pytest.mark.slow  # what is computed, not what comes out
 def test_logits_are_computed_twice_only_where_it_is_said():
     split = {"mesh": make_mesh(tp=2)}
     assert products(fused_loss_sums) == products(fused_cross_entropy, reduction="sum") == 3
@@ -359,7 +372,7 @@ def test_logits_are_computed_twice_only_where_it_is_said():
     assert products(fused_loss_sums, differentiated=False) == products(fused_token_losses, differentiated=False) == 1
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton_gpu"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("triton_gpu", marks=pytest.mark.slow)])
 def test_what_a_forward_keeps_is_what_the_contract_says(backend):
     case = next(case for case in sums_op.cases if case.name == "odd")
     call = sums_op.bind(**sums_op.case_inputs(case, dtype="bfloat16"))
@@ -385,7 +398,7 @@ def dense_sums(hidden, head, targets, weights, z_loss):
     return LossSums(loss + of_z, loss, of_z, jnp.sum(counts))
 
 
-QUICK_SUMS = {("xla", 0.1), ("triton", 0.1), ("tp", 0.1)}
+QUICK_SUMS = {("triton", 0.1), ("tp", 0.1)}
 
 
 @pytest.mark.parametrize(
@@ -422,7 +435,10 @@ def test_every_field_of_the_sums_has_its_gradient(where, z_loss):
     assert np.any(got[1][1][0])
 
 
-@pytest.mark.parametrize("where", ["xla", "triton", "pallas", "tp"])
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param("xla", marks=pytest.mark.slow), pytest.param("triton", marks=pytest.mark.slow), "pallas", "tp"],
+)
 def test_the_loss_of_a_token_includes_z_loss(where):
     """Value and gradient of `fused_token_losses(...).loss` are those of `reduction="none"`, which float64 has checked."""
     hidden, head, targets, _ = inputs()

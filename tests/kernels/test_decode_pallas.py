@@ -11,7 +11,7 @@ from kernels.framework.interpret import interpret
 from kernels.ops.delta_rule import pool_op
 from kernels.toolchains.simulate.ahead_of_time import TPU_TOPOLOGIES, call_of, compile_tpu, mosaic_calls
 
-SLOW = [n for n in MADE if n not in ("delta_rule of channels", "linear_attention with a bonus", "rwkv7")]
+SLOW = [n for n in MADE if n not in ("linear_attention with a bonus", "rwkv7")]
 EACH = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MADE]
 
 
@@ -68,7 +68,7 @@ def ragged(rng, slots, dtype=jnp.float32, **more):
         [-1, 7, 4, -1, 0, 2],
         pytest.param([5, -1, -1, 1], marks=pytest.mark.slow),
         pytest.param([3, 2, 1, 0], marks=pytest.mark.slow),
-        [-1, 6],
+        pytest.param([-1, 6], marks=pytest.mark.slow),
     ],
 )
 def test_requests_change_their_slots_alone(slots):

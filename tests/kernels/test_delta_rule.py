@@ -35,7 +35,7 @@ def test_functions_against_numpy(name):
         assert error(got, w) < 2e-6
 
 
-@pytest.mark.parametrize("name", ["kernel_delta_attention", "rwkv7"])
+@pytest.mark.parametrize("name", ["kernel_delta_attention", pytest.param("rwkv7", marks=pytest.mark.slow)])
 def test_gradients_against_finite_differences(name):
     """Of every input, on the float64 loop, along random ways."""
     a, rng = arrays(name, B=2, high=3.0), np.random.default_rng(5)
@@ -82,6 +82,7 @@ def test_decays_of_zero_and_one(name):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow  # chunks against the loop need it
 def test_the_inverse_of_a_chunk():
     A = np.tril(RNG.standard_normal((2, 16, 16)), -1)
     np.testing.assert_allclose(
@@ -116,7 +117,7 @@ POOL = RNG.standard_normal((7, 2, 4, 3)).astype(np.float32)
 SLOTS = np.array([5, 2, -1, 0])
 
 
-@pytest.mark.parametrize("longest", [None, 14])
+@pytest.mark.parametrize("longest", [None, pytest.param(14, marks=pytest.mark.slow)])
 def test_requests_in_a_pool_of_states(longest):
     a = {n: x[0] for n, x in arrays("gated_delta_rule", T=22).items()}
     begun = np.array([True, False, True, False])
@@ -161,7 +162,7 @@ def test_65536_steps(name):
         assert error(g, w) < 5e-6, error(g, w)
 
 
-@pytest.mark.parametrize("name", ["gated_delta_rule", slow("rwkv7")])
+@pytest.mark.parametrize("name", [slow("gated_delta_rule"), slow("rwkv7")])
 def test_memory_is_linear_in_the_length(name):
     def temporaries(T):
         shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays(name, T=T, H=16, Hv=16).items()}
@@ -203,7 +204,9 @@ def random_call(drawn, block):
 
 
 RANDOM = given(calls(list(NAMES)), st.sampled_from([1, 16]))
-test_random_calls = settings(max_examples=2, deadline=None, derandomize=True, database=None)(RANDOM(random_call))
+test_random_calls = pytest.mark.slow(
+    settings(max_examples=2, deadline=None, derandomize=True, database=None)(RANDOM(random_call))
+)
 test_300_random_calls = pytest.mark.slow(settings(max_examples=300, deadline=None, database=None)(RANDOM(random_call)))
 
 
@@ -293,6 +296,7 @@ def test_states_and_their_number_go_together():
         kernels.ChunkConfig(12)
 
 
+@pytest.mark.slow  # a crash of a compiler, at one width
 def test_decays_of_channels_at_a_width_of_models():
     """As sums of more than five dims these chunks crash CPUs from some size on (see kernels/engines/scan/chunks.py)."""
     rng = np.random.default_rng(0)

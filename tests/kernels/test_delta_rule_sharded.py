@@ -82,6 +82,7 @@ def test_a_pool_that_is_decoded_with_heads_split():
         assert error(g, w) < 2e-6
 
 
+@pytest.mark.slow  # of the numbers the same traffic is quick
 def test_traffic_does_not_depend_on_the_length():
     def traffic(T):
         shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays("gated_delta_rule", T=T).items()}

@@ -37,6 +37,13 @@ def arguments_of(rng, B, T, K, N, H, Hv, cosine=0.0, beta=1.0, decay=None, **mor
     return {n: jnp.asarray(y.astype(np.float32)) for n, y in x.items()} | {n: jnp.asarray(y) for n, y in more.items()}
 
 
+def spoiled(arguments, ids, *names):
+    """Returns the arguments with NaN in the padding of those that are named."""
+    padding = jnp.asarray(ids < 0)
+    masks = {n: padding.reshape(*padding.shape, *(1,) * (arguments[n].ndim - 2)) for n in names}
+    return arguments | {n: jnp.where(mask, jnp.nan, arguments[n]) for n, mask in masks.items()}
+
+
 def compared(arguments, options, clean=None, allowed=3e-6, **cfg):
     """Asserts that outputs and gradients through the interpreter are those of the XLA backend, and finite.
 
@@ -54,7 +61,7 @@ def compared(arguments, options, clean=None, allowed=3e-6, **cfg):
 
 
 @pytest.mark.parametrize(
-    ("cosine", "beta"), [*(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.9, 1.0), (0.9, 2.0))), (0.99, 2.0)]
+    ("cosine", "beta"), [pytest.param(*x, marks=pytest.mark.slow) for x in ((0.9, 1.0), (0.9, 2.0), (0.99, 2.0))]
 )
 def test_correlated_keys_and_reflections(cosine, beta):
     """The matrices of a chunk are then far from the identity, and a series for their inverse diverges."""
@@ -64,7 +71,7 @@ def test_correlated_keys_and_reflections(cosine, beta):
     compared(arguments, {}, allowed=1e-5, chunk=64)
 
 
-@pytest.mark.parametrize("decay", [*(pytest.param(d, marks=pytest.mark.slow) for d in (0.0, -20.0, -100.0)), -np.inf])
+@pytest.mark.parametrize("decay", [pytest.param(d, marks=pytest.mark.slow) for d in (0.0, -20.0, -100.0, -np.inf)])
 def test_decays_of_every_size(decay):
     rng = np.random.default_rng(1)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
@@ -116,7 +123,8 @@ def test_walks_at_once_fit_a_multiprocessor():
     assert 2 * (kernel.shared_memory_bytes + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize(("decay", "Hv"), [pytest.param(0.0, 18, marks=pytest.mark.slow), (-100.0, 16)])
+@pytest.mark.slow  # packed sequences are split in the quick tests
+@pytest.mark.parametrize(("decay", "Hv"), [(0.0, 18), (-100.0, 16)])
 def test_rows_that_are_split(decay, Hv):
     """By the map of each part, a matrix, from the state that enters it to the state that leaves."""
     rng = np.random.default_rng(8)
@@ -141,6 +149,7 @@ def test_sums_that_hopper_reads_from_diagonals():
         assert np.abs(np.asarray(found[0][name], np.float32)).max() > 0.1, name
 
 
+@pytest.mark.slow  # a case of the operation has neither
 def test_no_decay_and_no_state():
     rng = np.random.default_rng(2)
     arguments = arguments_of(rng, 1, 40, 2, 2, 8, 4, 0.5)
@@ -148,6 +157,7 @@ def test_no_decay_and_no_state():
     compared(arguments, {}, chunk=16)
 
 
+@pytest.mark.slow  # packed sequences have padding with NaN too
 def test_documents_and_padding():
     rng = np.random.default_rng(3)
     ids = np.cumsum(rng.random((2, 90)) < 0.06, axis=1).astype(np.int32)
@@ -155,11 +165,7 @@ def test_documents_and_padding():
     ids[:, :2] = ids[:, -3:] = ids[:, 30:33] = -1
     state = rng.standard_normal((2, 1, 2, 8, 4)).astype(np.float32)
     clean = arguments_of(rng, 2, 90, 1, 2, 8, 4, 0.5, initial_state=state, segment_ids=ids)
-    padding = jnp.asarray(ids < 0)
-    given = dict(clean)
-    for name in ("query", "key", "value", "beta"):
-        given[name] = jnp.where(padding.reshape(*padding.shape, *(1,) * (clean[name].ndim - 2)), jnp.nan, clean[name])
-    compared(given, {}, clean, chunk=16, splits=2)
+    compared(spoiled(clean, ids, "query", "key", "value", "beta"), {}, clean, chunk=16, splits=2)
 
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -169,10 +175,11 @@ def test_packed_sequences_with_states(splits):
     ids[0, :4] = ids[0, 30:32] = ids[:, -5:] = -1
     ids[1] = np.where(ids[1] < 0, -1, 4 - ids[1])  # in another order
     state = rng.standard_normal((2, 5, 2, 8, 4)).astype(np.float32)
-    arguments = arguments_of(rng, 2, 60, 1, 2, 8, 4, 0.5, initial_state=state, segment_ids=ids)
-    compared(arguments, {"num_states": 5}, chunk=16, splits=splits)
+    clean = arguments_of(rng, 2, 60, 1, 2, 8, 4, 0.5, initial_state=state, segment_ids=ids)
+    compared(spoiled(clean, ids, "query", "key", "value", "beta"), {"num_states": 5}, clean, chunk=16, splits=splits)
 
 
+@pytest.mark.slow  # packed sequences that are split are quick
 def test_a_sequence_that_ends_where_a_part_of_its_row_ends():
     rng = np.random.default_rng(9)
     ids = np.repeat(np.arange(2, dtype=np.int32), (160, 32))[None]  # 10 and 2 chunks, of 13 in three parts of 5

@@ -62,7 +62,7 @@ def against_the_contract(name, arguments, cfg=SMALL, clean=None, allowed=2e-6):
         assert error(a, b) <= allowed, f"{what}: off by {error(a, b):.2e}"
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "rwkv4")) for n in OPS])
 @pytest.mark.parametrize("states", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_documents_whose_padding_holds_anything(name, states):
     rng = np.random.default_rng(2)
@@ -92,7 +92,7 @@ def test_rows(name, T, cfg):
     against_the_contract(name, arguments_of(name, 2, T), cfg)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "state_space_v1")) for n in OPS])
 @pytest.mark.parametrize("states", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_packed_sequences(name, states):
     ids = np.asarray([[-1, -1, *[0] * 9, -1, 1, -1, *[3] * 3], [*[3] * 6, 1, *[0] * 7, -1, -1, -1]])  # 2 is empty
@@ -125,6 +125,7 @@ def test_time_mix_with_exponents_and_decays_of_every_size():
     against_the_contract("rwkv4", clean | {"w": w}, clean=clean, allowed=2e-5)
 
 
+@pytest.mark.slow  # 400 tokens, interpreted one by one
 def test_slow_decays_do_not_drift():
     """In one chunk of 400 tokens: an exponent that is added up token by token is off by 3e-6 at its end."""
     rng, T = np.random.default_rng(2), 400

@@ -141,12 +141,10 @@ def test_agrees_with_jax_nn(causal, extra):
 # -- the blocks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # cases of the operation have blocks of several sizes
 @pytest.mark.parametrize(
     "name",
-    [
-        "segments_sink_window",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("together", "cum_seqlens_window_chunk")),
-    ],
+    ["segments_sink_window", "together", "cum_seqlens_window_chunk"],
 )
 def test_the_block_size_is_not_in_the_numbers(name):
     given = op.case_inputs(next(c for c in CASES if c.name == name))
@@ -236,7 +234,7 @@ def temporary_bytes(length, **options):
     return f.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("name", ["causal", "segments"])
+@pytest.mark.parametrize("name", ["causal", pytest.param("segments", marks=pytest.mark.slow)])
 def test_memory_of_forward_and_backward_is_linear_in_length(name):
     def options(length):
         ids = jnp.arange(length)[None] // 1000
@@ -247,6 +245,7 @@ def test_memory_of_forward_and_backward_is_linear_in_length(name):
     assert large < 32768**2 / 8  # not even a bit per pair
 
 
+@pytest.mark.slow  # what is computed, not what comes out
 def test_blocks_that_a_mask_hides_are_not_computed():
     """Keys that are NaN spoil whatever touches them, even with weight zero: so nothing did."""
     cfg = blocks(16, 16)
@@ -458,7 +457,8 @@ def test_a_row_that_is_no_number_has_an_lse_that_is_none(platform):
     assert gradient is None or np.isnan(gradient[0, 12:, :2]).all()
 
 
-@pytest.mark.parametrize("keys", [pytest.param(None, marks=pytest.mark.slow), "other"])
+@pytest.mark.slow  # a case of the contract has them, which a loop over pairs has checked
+@pytest.mark.parametrize("keys", [None, "other"])
 def test_cum_seqlens_is_a_loop_over_sequences(keys):
     cu = np.array([0, 7, 7, 20, 26])
     cu_k = cu if keys is None else np.array([0, 9, 12, 30, 40])

@@ -131,6 +131,7 @@ def near(got, want):
         assert jnp.linalg.norm(g - w) < 2e-2 * jnp.linalg.norm(w)
 
 
+@pytest.mark.slow  # of the operation they are quick on XLA
 def test_vmap_scan_remat_shard_map_and_second_derivatives():
     """As XLA's backend has them, in bfloat16."""
     arrays, names = (QUERY, KEY, VALUE), (0, 1, 2)

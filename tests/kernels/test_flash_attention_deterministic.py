@@ -47,7 +47,7 @@ def lowered(*, differentiated, **options):
         return jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(QUERY, KEY, VALUE).mlir_module()
 
 
-@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("differentiated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_cudnn_is_passed_over(differentiated):
     assert "__cudnn$fmhaSoftmax" in lowered(differentiated=differentiated)
     with without_code():
@@ -173,7 +173,9 @@ def asked(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("window", [None, (5, 0)], ids=["plain_hops", "masked_hops"])
+@pytest.mark.parametrize(
+    "window", [pytest.param(None, marks=pytest.mark.slow), (5, 0)], ids=["plain_hops", "masked_hops"]
+)
 @pytest.mark.parametrize("scheme", ["ring", "all_gather"])
 def test_the_backward_of_a_ring_is_asked_too(asked, scheme, window):
     x = jnp.ones((1, 24, 2, 8))

@@ -172,12 +172,10 @@ def held(kernels, names, every_option=False, launch=(WARP_SPECIALIZED, 168)):
 SEGMENTS = {"segments": jax.ShapeDtypeStruct((1, LENGTH), "int32")}
 
 
+@pytest.mark.slow  # compiled; the numbers with every option are quick
 @pytest.mark.parametrize(
     ("width", "value_width", "names"),
-    [
-        (192, 128, WIDE),
-        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((128, 128, HOPPERS), (256, 256, WIDE))),
-    ],
+    [(192, 128, WIDE), (128, 128, HOPPERS), (256, 256, WIDE)],
 )
 def test_the_code_with_every_option(width, value_width, names):
     """A soft cap, sinks, a window and documents."""
@@ -194,13 +192,10 @@ def test_the_code_with_every_option(width, value_width, names):
 IDS = jax.ShapeDtypeStruct((1, 4096), "int32")
 
 
+@pytest.mark.slow  # compiled; the numbers of three warpgroups are quick
 @pytest.mark.parametrize(
     "mask",
-    [
-        pytest.param(MaskInfo(), marks=pytest.mark.slow),
-        pytest.param(MaskInfo(causal=True), marks=pytest.mark.slow),
-        MaskInfo(causal=True, q_positions=IDS, kv_positions=IDS),
-    ],
+    [MaskInfo(), MaskInfo(causal=True), MaskInfo(causal=True, q_positions=IDS, kv_positions=IDS)],
 )
 def test_the_code_of_three_warpgroups(mask):
     x = jax.ShapeDtypeStruct((1, 4096, 4, 64), "bfloat16")
@@ -512,6 +507,7 @@ def test_blocks_of_the_other_backward_are_told(width, keys):
         op.backward(saved, **arrays, platform="triton", cfg=cfg)
 
 
+@pytest.mark.slow  # a tool for those who have a GPU
 def test_what_the_sanitizer_runs(launches):
     """The calls of tests/gpu/sanitize.py are of Hopper's kernels, in both directions; without the tool it says so."""
     path = Path(__file__).parents[1] / "gpu" / "sanitize.py"

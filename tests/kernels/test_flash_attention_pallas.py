@@ -160,6 +160,7 @@ def test_several_blocks(name):
         assert error(got[n], value) < 2 * FLOOR["float32"], n
 
 
+@pytest.mark.slow  # what is read; padding of NaN is quick
 def test_what_no_pair_needs_is_not_read():
     """Two documents, of which one is not a number: a masked weight of zero would not hide that, not to look at it does."""
     ids = packed(512, (256, 512))

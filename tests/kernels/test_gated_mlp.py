@@ -97,7 +97,7 @@ def test_nan_stays_nan(backend):
             np.testing.assert_array_equal(jnp.isnan(found), jnp.isnan(x))
 
 
-@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("backend", ["triton_gpu", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
 def test_numbers_of_the_tuning_candidates(backend):
     a = activation_op.case_inputs(activation_op.cases[1])
     truth, true_gradients, d = value_and_gradients(activation_op.function, a)

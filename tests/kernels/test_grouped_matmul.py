@@ -190,6 +190,7 @@ def _random_call(call):
         assert np.linalg.norm(got - wanted) <= 5e-6 * max(np.linalg.norm(wanted), size)
 
 
+@pytest.mark.slow  # the calls above have all options; 300 random ones are slow
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(calls())
 def test_some_random_calls(call):
@@ -253,6 +254,7 @@ def temporary(M, E, D=64, F=64):
     return memory.temp_size_in_bytes, memory.argument_size_in_bytes + memory.output_size_in_bytes
 
 
+@pytest.mark.slow  # memory; the numbers are quick
 def test_memory_of_128_experts_is_that_of_the_arrays():
     few, arrays = temporary(2048, 128)
     assert few < arrays  # a product of every row with every matrix is 64 MiB here, thirteen times as much
@@ -279,7 +281,9 @@ ON_A_MESH = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("tp2", "ep2"))) for n in ON_A_MESH])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp2_ep2_tp2")) for n in ON_A_MESH]
+)
 def test_on_a_mesh(name):
     sizes, specs, options, gated = ON_A_MESH[name]
     floats = inputs(32, 8, 6, 4, gated=gated, bias=True)

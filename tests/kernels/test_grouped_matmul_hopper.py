@@ -25,8 +25,8 @@ def hopper(monkeypatch):
 
 
 # Each activation and none, gated and alone, with a bias and without, turned and as it is.
-EACH_ACTIVATION = {("tall", 1), ("wide", 3), ("tall", 5), ("tall", 6), ("wide", 7)}
-QUICK = {("tall", True, "ragged"), ("wide", False, "ragged"), ("tall", False, "whole"), ("wide", True, "empty")}
+EACH_ACTIVATION = {("tall", 5), ("tall", 6), ("wide", 3)}
+QUICK = {("tall", True, "ragged"), ("wide", True, "empty")}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_numbers_of_activations(specialised, activation, gated, bias, transposed
 @pytest.mark.parametrize(
     ("specialised", "activation", "gated", "transposed", "sizes"),
     [
-        ("tall", None, False, False, (100, 0, 40)),
+        pytest.param("tall", None, False, False, (100, 0, 40), marks=pytest.mark.slow),
         ("wide", "silu", True, False, (100, 0, 40)),
         pytest.param("tall", "silu", True, False, SIZES["ragged"], marks=pytest.mark.slow),
         pytest.param("wide", None, False, True, SIZES["ragged"], marks=pytest.mark.slow),
@@ -69,7 +69,10 @@ def test_numbers_of_rows_that_are_gathered(specialised, activation, gated, trans
 
 @pytest.mark.parametrize(
     ("specialised", "activation", "gated", "bias", "gathered"),
-    [("wide", "silu", True, True, True), ("tall", "gelu_tanh", False, False, False)],
+    [
+        ("wide", "silu", True, True, True),
+        pytest.param("tall", "gelu_tanh", False, False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_numbers_where_products_are_kept(specialised, activation, gated, bias, gathered, monkeypatch):
     """The activation's products, for the backward, in place of computing them again."""
@@ -81,14 +84,18 @@ def test_numbers_where_products_are_kept(specialised, activation, gated, bias, g
         check(specialised, 72, 136, "bfloat16", False, None, (100, 0, 40), **how)
 
 
-@pytest.mark.parametrize("specialised", ["tall", "wide"])
+@pytest.mark.parametrize("specialised", ["tall", pytest.param("wide", marks=pytest.mark.slow)])
 def test_one_row_of_columns_that_end_in_a_tile(specialised):
     check(specialised, 64, 72, "bfloat16", False, None, SIZES["one"], "silu", gated=True)
 
 
 @pytest.mark.parametrize(
     ("specialised", "transposed"),
-    [("tall", False), ("wide", True), pytest.param("tall", True, marks=pytest.mark.slow)],
+    [
+        pytest.param("tall", False, marks=pytest.mark.slow),
+        ("wide", True),
+        pytest.param("tall", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_depth_that_ends_in_a_step(specialised, transposed):
     check(specialised, 88, 136, "bfloat16", transposed, None, (100, 0, 40))

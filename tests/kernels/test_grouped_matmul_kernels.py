@@ -94,7 +94,7 @@ def test_a_wide_matrix_in_float32(platform):
     check(platform, "float32", 140, 150, sizes=(3, 0, 20), experts=3, rows=24)
 
 
-@pytest.mark.parametrize("platform", ["triton", "pallas"])
+@pytest.mark.parametrize("platform", ["triton", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_nan_stays_nan(platform):
     """So that a guard of a run sees it."""
     lhs, rhs, sizes = jnp.zeros((8, 16)).at[1, 3].set(jnp.nan), jnp.ones((2, 16, 16)), jnp.array([4, 4])

@@ -178,7 +178,7 @@ MESHES = {"tp2": {"tp": 2}, "dp2_tp2": {"dp": 2, "tp": 2}}
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("tp2", marks=pytest.mark.slow), "dp2_tp2"])
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("direction", ["forward", pytest.param("reverse", marks=pytest.mark.slow)])
 def test_a_vocabulary_over_devices(direction, mesh):
     hidden, head, *teacher = narrow(
         (HIDDEN[:20].reshape(2, 10, D), HEAD[:, :36], TEACHER_HIDDEN[:20], TEACHER_HEAD[:, :36])
@@ -233,6 +233,7 @@ def test_a_part_of_the_vocabulary_over_devices_that_has_nothing_may_be_infinitel
     assert np.isfinite(want[0])
 
 
+@pytest.mark.slow  # random calls; each option has a quick test
 @settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_random_calls(data):

@@ -176,7 +176,9 @@ def test_a_large_mean_does_not_cancel_in_a_kernel(backend):
         np.testing.assert_allclose(layer_norm(x, platform=backend), numpy_layer_norm(x.astype("float64"))[0], atol=2e-3)
 
 
-@pytest.mark.parametrize("given", [("weight",), ("bias",), ()], ids=str)
+@pytest.mark.parametrize(
+    "given", [*(pytest.param((n,), marks=pytest.mark.slow) for n in ("weight", "bias")), ()], ids=str
+)
 @pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
 def test_gradients_of_what_is_given(backend, given):
     a = {"x": jnp.asarray(RNG.standard_normal((7, 33)), "float32")}

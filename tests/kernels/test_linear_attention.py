@@ -335,6 +335,7 @@ def check_any(seed):
     assert all(error(gradients[n], want_gradients[n]) < 2e-5 for n in gradients), a.keys()
 
 
+@pytest.mark.slow  # one drawn call; each option has a quick test, and 300 draws are slow
 @settings(max_examples=1, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**31))
 def test_any_call(seed):
@@ -384,7 +385,7 @@ test_300_random_calls = pytest.mark.slow(
 )
 
 
-@pytest.mark.parametrize("decay", ["none", "g_gamma"])
+@pytest.mark.parametrize("decay", [pytest.param("none", marks=pytest.mark.slow), "g_gamma"])
 def test_one_chunk_from_no_state(decay):
     """A state of zeros is a constant of the program, and some compilers for CPUs get a matmul with one wrong."""
     rng = np.random.default_rng(0)

@@ -46,8 +46,8 @@ CALLS = {
 }
 
 
-# "two_groups" decodes too.
-@pytest.mark.parametrize("call", [pytest.param(n, marks=[pytest.mark.slow] * (n == "decode")) for n in CALLS])
+# "mixed" has most in it: requests of several tokens, of one and of none, a window, several groups and rows of nobody.
+@pytest.mark.parametrize("call", [pytest.param(n, marks=[pytest.mark.slow] * (n != "mixed")) for n in CALLS])
 def test_numbers(call, monkeypatch):
     *sizes, options = CALLS[call]
     a = batch(*sizes)
@@ -62,9 +62,10 @@ def test_numbers(call, monkeypatch):
     assert not got[sum(sizes[0]) :].any()
 
 
+@pytest.mark.slow  # compiled; the numbers are quick
 @pytest.mark.parametrize(
     ("heads", "page"),
-    [(128, 64), *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((64, 16), (128, 16), (64, 128)))],
+    [(128, 64), (64, 16), (128, 16), (64, 128)],
 )
 def test_a_decode_step_of_deepseek(heads, page):
     """Products are not serialised, few registers are spilled, and blocks fit into shared memory."""
@@ -85,8 +86,10 @@ def test_a_decode_step_of_deepseek(heads, page):
     assert len(re.findall(r"wgmma\.mma_async\S*m64n256k16", attend.ptx)) == 2 * 2
 
 
+@pytest.mark.slow  # of pages it is quick
 @pytest.mark.parametrize(
-    ("sizes", "options"), [((2, 1, 75, 64, 128, 64), {}), ((3, 2, 140, 40, 128, 8), {"sliding_window": 50})]
+    ("sizes", "options"),
+    [((2, 1, 75, 64, 128, 64), {}), ((3, 2, 140, 40, 128, 8), {"sliding_window": 50})],
 )
 def test_a_cache_without_pages(sizes, options, monkeypatch):
     """`mla_decode`, with its lse; a row is shorter than its tokens, and a slot without an entry is NaN."""

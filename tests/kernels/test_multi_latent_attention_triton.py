@@ -67,7 +67,7 @@ def check(index, seed, counts, lens, C=8):
     assert error(got, wanted) <= FLOAT32 and not np.asarray(got)[sum(counts) :].any()
 
 
-@pytest.mark.parametrize(("index", "slots"), enumerate(SLOTS))
+@pytest.mark.parametrize(("index", "slots"), [pytest.param(0, SLOTS[0], marks=pytest.mark.slow), (1, SLOTS[1])])
 def test_a_ragged_batch(index, slots):
     """A prompt of several tiles, a decode over all pages, a request of no tokens, and a chunk; two rows are of none."""
     check(index, 0, (9, 1, 0, 10), (25, 5 * slots, 3, 10), slots)
@@ -97,7 +97,10 @@ def test_500_random_batches(index, seed, counts, lens, slots):
 
 @pytest.mark.parametrize(
     ("heads", "page"),
-    [(16, 16), *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((16, 64), (128, 16), (128, 64)))],
+    [
+        pytest.param(16, 16, marks=pytest.mark.slow),
+        *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((16, 64), (128, 16), (128, 64))),
+    ],
 )
 def test_a_decode_step_of_deepseek(heads, page, monkeypatch):
     """Without `platform=`: a block of entries is on its way while one is multiplied, in copies of 16 bytes."""

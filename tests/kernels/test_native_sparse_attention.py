@@ -307,6 +307,7 @@ DRAWN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow  # random calls; each option has a quick test
 def test_legal_calls():
     check_draws(DRAWN, "given, counts of each", [0])
 

@@ -28,6 +28,7 @@ def indices_of(t, heads, most, count):
     return RNG.integers(-1, most, (1, t, heads, count)).astype(np.int32)
 
 
+@pytest.mark.slow  # in Triton it is quick
 def test_a_padded_group_and_blocks_across_tiles_in_lists_of_many_parts(monkeypatch):
     monkeypatch.setattr(pallas_lists, "PART", 2)
     t = 150
@@ -43,6 +44,7 @@ def test_queries_without_blocks_between_others():
     check(arrays(t, (64, 1)) | {"block_indices": indices, "block_size": 16}, ALONE, platform="pallas")
 
 
+@pytest.mark.slow  # in Triton it is quick
 def test_equal_weights_choose_the_first_blocks_in_their_order():
     arguments = arrays(44, (4, 2), gates=("g_cmp",))
     arguments["query"][:, :, 2:] = 0
@@ -51,6 +53,7 @@ def test_equal_weights_choose_the_first_blocks_in_their_order():
     check(arguments | options, PLAIN, platform="pallas")
 
 
+@pytest.mark.slow  # cases of the operation have means of one tile
 def test_means_of_several_tiles_and_documents():
     """The best of one tile of means are found beside those of another."""
     arguments = arrays(300, (2, 1)) | {"starts": starts_of(300, 130)}
@@ -94,6 +97,7 @@ def test_other_tiles_give_the_same():
         check(arguments, dataclasses.replace(PLAIN, block_rows=rows, block_keys=keys), platform="pallas")
 
 
+@pytest.mark.slow  # in Triton it is quick
 def test_no_array_grows_faster_than_the_tokens():
     assert largest_at(65536, "pallas") <= 4 * largest_at(16384, "pallas") < 16384**2 // 16
 

@@ -52,9 +52,9 @@ def finite(x):
     return np.where(np.isfinite(x), x, 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-# Keys that end within a block are fewer than queries too.
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * ("fewer" in n)) for n in CALLS])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "triton", "pallas"])
+# With documents, a position and named blocks at once; the others have fewer keys.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "documents")) for n in CALLS])
 def test_the_selected_branch_is_its_contract(name, backend):
     arguments = CALLS[name] | {"block_size": SIZE}
     wanted, slopes, d = value_and_gradients(selected_op.function, arguments)
@@ -84,7 +84,7 @@ def test_the_choice_is_its_contract_and_that_of_the_operation(backend):
     assert error(given, chosen) < 1e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["triton", *(pytest.param(b, marks=pytest.mark.slow) for b in ("xla", "pallas"))])
 def test_parts_of_the_keys_merge_to_the_whole(backend):
     """The first blocks by themselves, before all queries, and the others: as one call, also backward with the lse of both."""
     query, split = ARRAYS["query"], 8

@@ -25,7 +25,12 @@ CASES = [(o, c) for o in (op, page_op, decode_op) for c in o.cases if "bench" no
     ("which", "case"),
     # What stands alone elsewhere is together in these.
     [
-        pytest.param(o, c, marks=[pytest.mark.slow] * (c.name not in ("together", "int8")), id=f"{o.name}-{c.name}")
+        pytest.param(
+            o,
+            c,
+            marks=[pytest.mark.slow] * (c.name not in ("together", "int8") or o is page_op),
+            id=f"{o.name}-{c.name}",
+        )
         for o, c in CASES
     ],
 )
@@ -131,6 +136,7 @@ def check_random(seed, index, cuts, lens):
     np.testing.assert_allclose(got, want, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.slow  # random calls; each option has a quick test
 @given(index=st.just(2), **CALL)
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_random_calls_are_flash_attention_over_the_gathered_keys(seed, index, cuts, lens):
@@ -226,7 +232,14 @@ def test_slots_that_are_not_written_stay_bit_for_bit(dtype):
         np.testing.assert_array_equal(flat[[4, 16, 0]].astype(np.float32), want.astype(np.float32))
 
 
-@pytest.mark.parametrize(("page", "slot"), [(2**28, 2**32), (2**32, 2**32 + 1), (-(2**32), -(2**32))])
+@pytest.mark.parametrize(
+    ("page", "slot"),
+    [
+        (2**28, 2**32),
+        pytest.param(2**32, 2**32 + 1, marks=pytest.mark.slow),
+        pytest.param(-(2**32), -(2**32), marks=pytest.mark.slow),
+    ],
+)
 def test_pages_and_slots_past_an_int32_are_none(page, slot):
     """Where no value is read before the call, as under jit: slot 2**32 was the first one, of another request."""
     pages, new = jnp.zeros((3, 16, 1, 4)), jnp.ones((1, 1, 4))

@@ -64,7 +64,14 @@ def tiles_of(**arguments):
     return page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments), "cuda")
 
 
-SLOW = ("window", "all_keys")  # whose options are each in another call of this file, or in the other kernels' tests
+SLOW = (
+    "window",
+    "all_keys",
+    "pages_of_16",
+    "nothing",
+    "three_tiles",
+    "none_is_long",
+)  # whose options are each in another call of this file, or in the other kernels' tests
 
 
 def some(calls):
@@ -121,12 +128,16 @@ def prompts_over_pages():
     return functools.partial(page_op, platform="triton"), *arrays
 
 
-@pytest.mark.parametrize(("capability", "kernel"), [(80, "paged_kernel"), (90, "warp_specialized_fwd_kernel")])
+@pytest.mark.slow  # its numbers are quick
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [(80, "paged_kernel"), (90, "warp_specialized_fwd_kernel")],
+)
 def test_the_kernel_of_each_gpu(capability, kernel):
     assert names_of_kernels(*prompts_over_pages(), compute_capability=capability)[0] == kernel
 
 
-@pytest.mark.slow  # of a mixed batch the same kernels are quick
+@pytest.mark.slow  # the numbers of these kernels are quick
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_of_prompts_do_not_spill(capability):
     report = checks.export_cuda(*prompts_over_pages(), compute_capability=capability)
@@ -165,6 +176,7 @@ def test_ragged_batches(call):
     np.testing.assert_array_equal(np.asarray(got, np.float32)[[0, before - 1, -after, -1]], 0)
 
 
+@pytest.mark.slow  # compiles three kernels; the numbers of such a batch are quick
 def test_a_mixed_batch_has_three_kinds_of_tiles():
     """Of few queries, of some and of many: the kernels in this order, each in the output's memory, and none that spills."""
     shape, pages = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((256, 16, 2, 128), jnp.bfloat16)

@@ -90,7 +90,8 @@ def test_one_product_of_all_heads_and_words_of_two():
     compared(page_op, 1.6e-2, **(a | {"query": a["query"][:, :1]}), cfg=SMALL)
 
 
-@pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow  # its code is quick, and the contract takes both
+@pytest.mark.parametrize("T", [1, 3])
 def test_keys_and_values_of_a_head_side_by_side(T):
     """The one cache of `ragged_page_attention_v2`."""
     rng = np.random.default_rng(2)
@@ -100,11 +101,13 @@ def test_keys_and_values_of_a_head_side_by_side(T):
     assert error(on_pallas(page_op, **a, key_cache=joined, cfg=SMALL), wanted) <= FLOAT32
 
 
+@pytest.mark.slow  # several launches, which the lse has too
 def test_requests_whose_tables_do_not_fit_at_once(monkeypatch):
     monkeypatch.setattr(calls, "TABLE_BYTES", 2 * 6 * 4)
     compared(page_op, **rows_of(np.random.default_rng(2), 5, 1, 48, [48, 0, 17, 33, 5]), cfg=SMALL)
 
 
+@pytest.mark.slow  # pages of one piece are quick
 def test_long_pages_are_copied_in_pieces(monkeypatch):
     monkeypatch.setattr(calls, "MOST_PIECE", 16)
     rng = np.random.default_rng(5)
@@ -131,6 +134,7 @@ def test_numbers_of_pages_that_are_not_there_read_nothing_else():
     compared(page_op, **a, cfg=SMALL)
 
 
+@pytest.mark.slow  # slots that are no keys are quick without scales
 def test_scales_of_slots_that_are_not_keys():
     """Those that were never written may be anything, and those of a page that was not copied are what was there before."""
     rng, lens = np.random.default_rng(10), (20, 3)
@@ -143,7 +147,7 @@ def test_scales_of_slots_that_are_not_keys():
     compared(page_op, **a, k_scale=scales[0], v_scale=scales[1], cfg=SMALL)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", pytest.param("float8_e5m2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=pytest.mark.slow) for d in ("float8_e4m3fn", "float8_e5m2")])
 def test_every_number_of_8_bits(dtype):
     """Infinities and NaN too: each is the value of a key of its own, in a request of one key."""
     numbers = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).reshape(32, 1, 1, 8)
@@ -163,6 +167,7 @@ def test_rows_without_a_slot_are_not_written():
         assert np.asarray(x).tobytes() == np.asarray(w).tobytes()
 
 
+@pytest.mark.slow  # what is read, not what comes out
 def test_pages_that_no_query_sees_are_not_copied(monkeypatch):
     """A window of 8 keys at the end of 48, in pages of 8: two pages of six, each once."""
     part = calls._Part(*(jnp.int32([x]) for x in (0, 1, 0, 48)), None)
@@ -184,6 +189,7 @@ def test_pages_that_no_query_sees_are_not_copied(monkeypatch):
     assert [int(x) for x in kernel.of_block(tile, 0)] == [4, 4]
 
 
+@pytest.mark.slow  # what is read, not what comes out
 def test_each_page_of_a_batch_of_decodes_is_copied_once():
     lens = np.random.default_rng(9).integers(0, 200, 12)
     lens[:2] = 32, 0

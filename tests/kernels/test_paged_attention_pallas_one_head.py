@@ -33,7 +33,7 @@ def rows_of_slots(monkeypatch):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("page", "T"), [(8, 3), (6, 1), *(pytest.param(*x, marks=SLOW) for x in ((8, 1), (6, 3)))])
+@pytest.mark.parametrize(("page", "T"), [pytest.param(*x, marks=SLOW) for x in ((8, 3), (6, 1), (8, 1), (6, 3))])
 def test_slots_that_fill_tiles_are_rows(rows_of_slots, page, T):
     """Of float32 there are 8 rows in a tile; slots that no query sees are NaN."""
     a = rows_of(np.random.default_rng(1), 3, T, 48, LENS, page=page)
@@ -66,7 +66,7 @@ def test_one_head_of_8_bits_and_of_keys_beside_values(rows_of_slots):
     assert all(rows_of_slots)
 
 
-@pytest.mark.parametrize(("T", "heads"), [(1, 2), *(pytest.param(3, heads, marks=SLOW) for heads in (2, 1))])
+@pytest.mark.parametrize(("T", "heads"), [(3, 1), *(pytest.param(T, 2, marks=SLOW) for T in (1, 3))])
 def test_the_lse(T, heads):
     """Of sinks too, and -inf of a request without keys; where tables take several launches, each has its own rows."""
     a = rows_of(np.random.default_rng(3), 3, T, 48, LENS)
@@ -103,6 +103,7 @@ def test_latents(call, dtype, monkeypatch):
     assert not got[sum(sizes[0]) :].any()
 
 
+@pytest.mark.slow  # of pages it is quick
 @pytest.mark.parametrize("T", [3, pytest.param(1, marks=SLOW)])
 def test_latents_of_dense_rows(T):
     """The forward of `mla_decode`; a row may be shorter than its tokens, and longer than its part of the cache."""
@@ -116,7 +117,8 @@ def test_latents_of_dense_rows(T):
 # -- code -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rope", [128, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow  # compiled; a case of the operation is compiled in the quick tests
+@pytest.mark.parametrize("rope", [128, 64])
 def test_a_decode_step_of_deepseek_copies_a_cache_where_the_compiler_turns_it(rope):
     """64 requests of 8,192 entries. Queries' parts are joined. Of entries whose width 128 does not divide, XLA's own layout has
     the pages last, which no kernel reads in place: XLA's backend copies the cache as well."""

@@ -147,7 +147,7 @@ def rows_of(rng, B, T, S, lens, dtype="float32", page=8):
     return x | {"query": jnp.asarray(normal(rng, B, T, N, H), dtype), "kv_lens": np.int32(lens), "block_tables": tables}
 
 
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("T", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_pieces_are_merged_exactly(T):
     """However keys are split, by how many programs; and the same bits twice."""
     a = rows_of(np.random.default_rng(1), 3, T, 160, [160, 17, 0])
@@ -162,7 +162,7 @@ def test_pieces_are_merged_exactly(T):
         assert np.asarray(run(cfg=cfg)).tobytes() == np.asarray(got).tobytes()
 
 
-@pytest.mark.parametrize("T", [1, 9])
+@pytest.mark.parametrize("T", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_the_lse_is_that_of_all_pieces_and_sinks(T):
     """Of tiles that are split and of those that are not, and -inf of queries without keys or sinks; few queries and many. One
     request is longer than its table, as on a rank that has its first keys."""
@@ -180,6 +180,7 @@ def test_the_lse_is_that_of_all_pieces_and_sinks(T):
         lse_op(**a, platform="triton", cfg=cfg)
 
 
+@pytest.mark.slow  # one form more of the count
 def test_requests_are_counted_a_few_at_a_time(monkeypatch):
     """More requests than are summed at once: a piece of each part of them."""
     monkeypatch.setattr(calls, "REQUESTS", 2)
@@ -220,7 +221,14 @@ def test_every_number_of_8_bits(dtype):
     np.testing.assert_array_equal(np.asarray(got).reshape(-1), numbers.astype(np.float32).reshape(-1))
 
 
-@pytest.mark.parametrize(("dtype", "queries"), [("bfloat16", 1), ("float16", 1), ("bfloat16", 9)])
+@pytest.mark.parametrize(
+    ("dtype", "queries"),
+    [
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+        pytest.param("float16", 1, marks=pytest.mark.slow),
+        ("bfloat16", 9),
+    ],
+)
 def test_int8_is_multiplied_as_float16_without_rounding(dtype, queries):
     """Each number is the value of a key of its own, and then a factor of a key: outputs and weights are those of exact ones.
     Rows of queries are of any size, above float16's range too; few of them meet int8 keys as two int8."""
@@ -258,6 +266,7 @@ def decoding(B, S, page, dtype, T=1):
     }
 
 
+@pytest.mark.slow  # compiled; the numbers are quick
 def test_a_decode_step_keeps_several_blocks_of_keys_on_their_way():
     """Loads are of 16 bytes and asynchronous, and the last ones are not waited for; three programs share a multiprocessor."""
     run = functools.partial(page_op, platform="triton")
@@ -330,7 +339,7 @@ def test_rows_are_written_in_the_caches_own_memory():
 # -- what else decides ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, (30, None)])
+@pytest.mark.parametrize("window", [None, pytest.param((30, None), marks=pytest.mark.slow)])
 def test_tall_tiles_skip_the_mask_of_blocks_that_all_queries_see(window):
     rng = np.random.default_rng(5)
     a = rows_of(rng, 2, 24, 96, [96, 45])

@@ -96,9 +96,12 @@ def test_what_gpus_take(experts, rows, together):
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(("mode", "bits", "dtype"), [
-    ("affine", 4, "bfloat16"), ("affine", 8, "float16"), ("nf4", 4, "bfloat16"), ("mxfp4", 4, "float16"),
-    ("mxfp8", 8, "bfloat16"),
+    ("affine", 4, "bfloat16"), ("mxfp8", 8, "bfloat16"), pytest.param("affine", 8, "float16", marks=SLOW),
+    pytest.param("nf4", 4, "bfloat16", marks=SLOW), pytest.param("mxfp4", 4, "float16", marks=SLOW),
 ])  # fmt: skip
 def test_words_are_unpacked_where_they_lie(mode, bits, dtype):
     """With groups of several tiles, of none, rows of no group, and columns that end in the middle of a tile."""
@@ -117,6 +120,7 @@ def test_words_are_unpacked_where_they_lie(mode, bits, dtype):
     assert error(got, want) < 2 * float(jnp.finfo(dtype).eps)
 
 
+@pytest.mark.slow  # compiled; the numbers are quick
 def test_matrices_are_unpacked_in_registers():
     """Shared memory holds what is copied to it, and no numbers."""
     arguments = dict(zip(("x", "w", "scales", "biases", "group_sizes"), shapes(128, 2048, 1536, 512), strict=True))

@@ -191,6 +191,7 @@ def _random_call(call):
     assert max(map(error, got, want)) < 5e-6
 
 
+@pytest.mark.slow  # random calls; each option has a quick test
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(calls())
 def test_some_random_calls(call):
@@ -246,14 +247,11 @@ def test_words_copied_by_tma(mode, bits, dtype, chunks):
     assert error(got, want) < 2 * float(jnp.finfo(dtype).eps)
 
 
+@pytest.mark.slow  # compiled; the numbers are quick
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
-    [
-        ("affine", 4, 64),
-        pytest.param("affine", 8, 64, marks=pytest.mark.slow),
-        pytest.param("mxfp4", 4, 32, marks=pytest.mark.slow),
-    ],
+    [("affine", 4, 64), ("affine", 8, 64), ("mxfp4", 4, 32)],
 )
 def test_weights_are_unpacked_in_registers(mode, bits, group_size, turned):
     """Shared memory holds what is copied to it, and no weights: the compiler finds the layout that `joined` is written for."""

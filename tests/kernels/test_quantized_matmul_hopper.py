@@ -14,8 +14,14 @@ from kernels.framework.interpret import interpret
 from kernels.ops.quantized_matmul import gluon_kernels, op, triton_gpu
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig
 
+QUICK = {0, 6, 8, 9, 10}  # each format and number of bits
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
+
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, marks=() if i in QUICK else pytest.mark.slow) for i, call in enumerate(CALLS)],
+    ids=lambda call: "-".join(map(str, call)),
+)
 def test_numbers(call, monkeypatch):
     with interpreted(monkeypatch, op, triton_gpu):
         check(*call)

@@ -176,7 +176,6 @@ def close(got, want, allowed=2e-5):
 
 
 QUICK = {
-    ("lstm", "plain"),
     ("lstm2", "documents"),
     ("gru2", "packed"),
     ("rnn", "documents"),
@@ -298,9 +297,8 @@ def bytes_of_gradient(name, length):
     return memory.temp_size_in_bytes, memory.argument_size_in_bytes + memory.output_size_in_bytes
 
 
-@pytest.mark.parametrize(
-    "name", ["lstm", pytest.param("gru", marks=pytest.mark.slow), pytest.param("rwkv4", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # a scan, which keeps what a step is given
+@pytest.mark.parametrize("name", ["lstm", "gru", "rwkv4"])
 def test_memory_is_linear_in_the_length(name):
     short, long = bytes_of_gradient(name, 512), bytes_of_gradient(name, 2048)
     assert long[0] < 4.2 * short[0] and long[0] < 16 * long[1], (short, long)
@@ -309,7 +307,7 @@ def test_memory_is_linear_in_the_length(name):
 # -- on a mesh ---------------------------------------------------------------------------------------------------------
 
 MESHES = {"sp1": {"sp": 1}, "sp2": {"dp": 2, "sp": 2}, "sp4": {"sp": 4}, "sp8": {"sp": 8}}
-ON_A_MESH = {("lstm2", "documents", "sp2"), ("rwkv4", "documents", "sp8")}
+ON_A_MESH = {("lstm2", "documents", "sp2"), ("rwkv4", "documents", "sp4")}
 
 
 @pytest.mark.parametrize(
@@ -355,7 +353,7 @@ def test_weights_that_are_too_large_for_a_kernel_are_refused():
         jax.eval_shape(functools.partial(op, platform="pallas"), x, w)
 
 
-@pytest.mark.parametrize("name", ["gru2", pytest.param("rwkv4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in ("gru2", "rwkv4")])
 def test_what_is_sent_does_not_grow_with_the_length(name):
     short, long = sent(name, 64), sent(name, 256)
     assert short == long and short["collective_permute"], (short, long)

@@ -40,7 +40,7 @@ def of_float32(arguments, options, d):
     ("sizes", "ways", "with_documents"),
     [
         ((3, 14, 5, 20), 2, True),
-        ((35, 3, 20, 4), 1, False),
+        pytest.param((35, 3, 20, 4), 1, False, marks=pytest.mark.slow),
         pytest.param((2, 40, 5, 3), 1, True, marks=pytest.mark.slow),
     ],
 )

@@ -86,7 +86,7 @@ def test_any_backward_follows_any_forward(forward, backward):
         assert error(got[name], wanted[name]) < 5e-6, name
 
 
-@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("backend", ["triton_gpu", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["odd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("many_rows", "wide"))])
 def test_numbers_of_the_tuning_candidates(backend, name):
     case, backend = CASES[name], op.backends[backend]
@@ -114,6 +114,7 @@ def test_sums_over_the_rows_of_a_tile(num_warps):
     assert max(error(got[n], wanted[n]) for n in wanted) < 5e-6
 
 
+@pytest.mark.slow  # compiled; the numbers are quick
 def test_rows_of_a_model_are_read_ahead_into_shared_memory():
     """In the backward, whose warps fill a multiprocessor; of the forward several blocks share one, so theirs must be small."""
     forward, backward = checks.export_cuda(*checks.call_of(op, CASES["model_4k"])).kernels

@@ -175,7 +175,10 @@ BACKENDS = ("triton_gpu", "pallas_tpu", "xla")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"xpos": XPos(center=900.0), "rotary_dim": 10, "interleaved": True}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"xpos": XPos(center=900.0), "rotary_dim": 10, "interleaved": True}],
+)
 def test_queries_and_keys_at_once_are_both_alone(backend, options):
     rng = np.random.default_rng(3)
     q, k = (jnp.asarray(rng.standard_normal((B, T, n, H)).astype(np.float32)) for n in (6, 2))
@@ -292,6 +295,7 @@ def test_numbers_of_the_tuning_candidates(backend):
             assert error(actual, wanted) < 3e-6, cfg
 
 
+@pytest.mark.slow  # compiled; the numbers are quick
 def test_heads_of_a_model_are_read_and_written_16_bytes_at_a_time():
     case = {case.name: case for case in pair_op.cases}["llama_8b"]
     kernels = checks.export_cuda(*checks.call_of(pair_op, case)).kernels

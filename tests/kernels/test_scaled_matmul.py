@@ -124,7 +124,7 @@ def test_an_activation_and_its_cotangents_are_quantised_as_they_are_alone():
             np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
-@pytest.mark.parametrize("M", [5, 200])
+@pytest.mark.parametrize("M", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_rows_alone_are_quantised_as_in_blocks_and_an_activation_and_its_cotangents_too(M):
     x, d = jnp.asarray(awkward(256, 256)[:M]), jnp.asarray(RNG.standard_normal((M, 128)), jnp.bfloat16)
     pair = jnp.asarray(RNG.standard_normal((M, 2, 128)), jnp.bfloat16)

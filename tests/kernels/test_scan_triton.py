@@ -9,6 +9,7 @@ import pytest
 import triton
 import triton.language as tl
 from grid import error, value_and_gradients
+from test_delta_triton import spoiled
 
 import kernels
 from kernels.engines.scan import triton_parts
@@ -21,10 +22,10 @@ OPS = kernels.operations()
 DECAYS = {"0": 0.0, "-20": -20.0, "-100": -100.0, "-inf": -np.inf}
 
 
-def against_xla(name, arguments, allowed=3e-6, **cfg):
-    """Asserts that outputs and gradients through the interpreter are those of the XLA backend, and finite."""
+def against_xla(name, arguments, clean=None, allowed=3e-6, **cfg):
+    """Asserts that outputs and gradients through the interpreter are those of XLA given `clean` arguments, and finite."""
     op = OPS[name]
-    wanted, gradients, d = value_and_gradients(lambda **a: op(**a, platform="xla"), arguments)
+    wanted, gradients, d = value_and_gradients(lambda **a: op(**a, platform="xla"), clean or arguments)
     with interpret():
         run = functools.partial(op, platform="triton", cfg=ChunkConfig(**cfg))
         got, found, _ = value_and_gradients(run, arguments, d)
@@ -51,9 +52,8 @@ def documents(rng, B, T):
     return ids.astype(np.int32)
 
 
-@pytest.mark.parametrize(
-    "decay", [pytest.param(d, marks=() if d < -100 else pytest.mark.slow) for d in DECAYS.values()], ids=DECAYS
-)
+@pytest.mark.slow  # packed sequences are split, and chunks of XLA have every decay
+@pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS)
 def test_rows_that_are_split_have_the_same_numbers_at_decays_of_every_size(decay):
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
@@ -61,22 +61,12 @@ def test_rows_that_are_split_have_the_same_numbers_at_decays_of_every_size(decay
     against_xla("linear_attention", arguments, chunk=16, splits=3, block_v=16)
 
 
+@pytest.mark.slow  # packed sequences that are split have padding with NaN too
 def test_documents_and_padding_in_split_rows():
     rng = np.random.default_rng(1)
     ids, state = documents(rng, 2, 117), rng.standard_normal((2, 1, 2, 8, 4)).astype(np.float32)
-    arguments = linear_attention_of(rng, 2, 117, 2, 2, 8, 4, -1.0, initial_state=state, segment_ids=ids)
-    # What padding holds reaches nothing.
-    padded = jnp.asarray(ids < 0)[..., None]
-    for name in ("query", "key", "value"):
-        arguments[name] = jnp.where(padded[..., None], jnp.nan, arguments[name])
-    op = OPS["linear_attention"]
-    clean = {n: jnp.nan_to_num(x) if n in ("query", "key", "value") else x for n, x in arguments.items()}
-    wanted, gradients, d = value_and_gradients(lambda **a: op(**a, platform="xla"), clean)
-    with interpret():
-        run = functools.partial(op, platform="triton", cfg=ChunkConfig(chunk=16, splits=2))
-        got, found, _ = value_and_gradients(run, arguments, d)
-    for what, a, b in [*zip(op.outputs, got, wanted), *((n, found[n], gradients[n]) for n in gradients)]:
-        assert error(a, b) <= 3e-6, what
+    clean = linear_attention_of(rng, 2, 117, 2, 2, 8, 4, -1.0, initial_state=state, segment_ids=ids)
+    against_xla("linear_attention", spoiled(clean, ids, "query", "key", "value"), clean, chunk=16, splits=2)
 
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 4])
@@ -86,10 +76,11 @@ def test_packed_sequences_with_states(splits):
     ids[0, :4] = ids[0, 50:52] = ids[:, -5:] = -1
     ids[1] = np.where(ids[1] < 0, -1, 4 - ids[1])  # in another order
     state = rng.standard_normal((2, 5, 2, 8, 4)).astype(np.float32)
-    arguments = linear_attention_of(rng, 2, 101, 2, 2, 8, 4, initial_state=state, segment_ids=ids)
-    against_xla("linear_attention", arguments | {"num_states": 5}, chunk=16, splits=splits)
+    clean = linear_attention_of(rng, 2, 101, 2, 2, 8, 4, initial_state=state, segment_ids=ids) | {"num_states": 5}
+    against_xla("linear_attention", spoiled(clean, ids, "query", "key", "value"), clean, chunk=16, splits=splits)
 
 
+@pytest.mark.slow  # a packed sequence without a token is quick
 def test_a_row_without_a_valid_token_returns_its_states():
     rng = np.random.default_rng(3)
     ids = np.full((1, 20), -1, np.int32)
@@ -98,7 +89,8 @@ def test_a_row_without_a_valid_token_returns_its_states():
     against_xla("linear_attention", arguments | {"num_states": 3}, chunk=16)
 
 
-@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow  # cases of the operation share heads
+@pytest.mark.parametrize("heads", [1, 4])
 def test_gradients_of_what_heads_share_are_summed(heads):
     op, rng = OPS["state_space_v2"], np.random.default_rng(4)
     sizes = {"B": 1, "T": 70, "N": 8, "K": 2, "H": 8, "Hv": 4, "G": 1}
@@ -128,6 +120,7 @@ def test_a_result_that_depends_on_a_token_far_back():
     assert error(got[0][0, -1, 0], wanted) < 1e-5
 
 
+@pytest.mark.slow  # packed sequences need it
 def test_chunks_of_packed_rows_cover_every_token_once():
     ids = jnp.asarray([[-1, -1, 2, 2, 2, 2, 2, -1, 0, 0, -1, -1], [-1] * 12], jnp.int32)
     found = layout(2, 12, 4, ids, 3)
