@@ -239,9 +239,9 @@ CONFIG = DecoderConfig(
 )
 
 
-def loss_of(config):
+def loss_of(config, mesh=None):
     """Returns (the loss of a batch as a function of the parameters, these)."""
-    ops, model = bind_ops(None), config.build()
+    ops, model = bind_ops(mesh), config.build()
     params = initialise(model.declared, jax.random.key(0))
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 64, (2, 33))
@@ -287,6 +287,22 @@ def test_a_policy_that_keeps_products_keeps_those_in_8_bits():
         made[remat] = calls(jaxpr, "scaled_matmul"), calls(jaxpr, "quantize_both_ways")
     assert made["none"] == made["dots"]
     assert made["none"][0] < made["attention"][0] and made["none"][1] < made["attention"][1]
+
+
+@pytest.mark.parametrize("precision", ["fp8_block", "fp8_row"])
+def test_over_fsdp_a_matrix_in_blocks_is_quantised_once_a_step_and_others_are_not_kept_whole(precision):
+    mesh = make_mesh(fsdp=2, devices=jax.devices()[:2])
+    config = DecoderConfig(
+        vocab_size=64, num_layers=1, model_dim=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_dim=256,
+        precision=precision, scan_layers=False,
+    )  # fmt: skip
+    made = {}
+    for remat in ("none", "dots"):
+        step, params = loss_of(dataclasses.replace(config, remat=remat), mesh)
+        jaxpr = pe.dce_jaxpr(jax.make_jaxpr(jax.grad(step))(params).jaxpr, [True] * len(jax.tree.leaves(params)))[0]
+        made[remat] = calls(jaxpr, "quantize_both_ways")
+    # Seven matrices: of parts in blocks the bytes are kept, of rows the matrix is gathered again.
+    assert made["dots"] - made["none"] == (0 if precision == "fp8_block" else 7)
 
 
 def test_small_matrices_and_those_that_are_named_stay():
