@@ -125,14 +125,15 @@ def test_plans_count_the_matrices_that_are_kept_in_8_bits():
             .checked(candidate_of(sections, mesh_shape(sections.mesh.sizes, devices)))
             .memory.classes
         )
-        kept[devices, precision, remat] = classes.get("weights in 8 bits", 0)
+        classes = [classes.get(f"weights in {kind}", 0) for kind in ("8 bits", "the compute dtype")]
+        kept[devices, precision, remat] = tuple(classes)
     numbers = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
     assert kept == {
-        (1, "fp8_row", "dots"): numbers,
-        (1, "fp8_row", "attention"): 0,
-        (1, "bf16", "dots"): 0,
-        (4, "fp8_row", "dots"): 0,
-        (4, "fp8_block", "dots"): numbers // 4,
+        (1, "fp8_row", "dots"): (numbers, 0),
+        (1, "fp8_row", "attention"): (0, 2 * numbers),
+        (1, "bf16", "dots"): (0, 2 * numbers),
+        (4, "fp8_row", "dots"): (0, numbers // 2),
+        (4, "fp8_block", "dots"): (numbers // 4, 0),
     }
 
 

@@ -171,6 +171,7 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     gathered_head = b * head if split or b != table.itemsize else 0
     of_head = 4 * head if trains else 0  # the gradient of the output projection
     in_8_bits = _in_8_bits(c, stacks, share)
+    copies_after = max(0, copies - b * in_8_bits)  # of others than these, which the backward does not read
     logits = (4 + b) * vocabulary * rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
     if c.precision_head and trains:
         logits = bytes_at_work(share.tokens, c.model_dim, vocabulary, c.precision, b)
@@ -191,7 +192,7 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     moments = {
         "the loss": {
             "activations kept": kept,
-            "weights in the compute dtype": copies,
+            "weights in the compute dtype": copies_after,
             "weights in 8 bits": in_8_bits,
             "gathered weights": gathered_head,
             "gradients": of_head + sums + early,
@@ -200,7 +201,7 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
         },
         "the backward of a layer": {
             "activations kept": kept,
-            "weights in the compute dtype": copies,
+            "weights in the compute dtype": copies_after,
             "weights in 8 bits": in_8_bits,
             "gathered weights": whole,
             "gradients": waiting + gradients + sums,

@@ -84,6 +84,13 @@ FAULTS = (
         "tests/test_plan_others.py -k kept_in_8_bits",
     ),
     Fault(
+        "8 bits: plans have matrices in the compute dtype beside those that are kept in 8 bits",
+        "planning/memory:memory",
+        "max(0, $copies - $b * $in_8_bits)",
+        "$copies",
+        "tests/test_plan_others.py -k kept_in_8_bits",
+    ),
+    Fault(
         "8 bits: plans keep matrices that are gathered",
         "planning/memory:_in_8_bits",
         "not $p.over or gathers_blocks($c.precision)",

@@ -233,8 +233,8 @@ FAULTS = (
     Fault(
         "quantised both ways: largest magnitudes of an activation's columns are of the first rows",
         "row_kernels:_write_with_largest",
-        "$block.to(tl.int64) * $D",
-        "0 * $block.to(tl.int64)",
+        "$of_columns_ptr + $block.to(tl.int64) * $D + $j * 128 + tl.arange(0, 128)",
+        "$of_columns_ptr + $j * 128 + tl.arange(0, 128)",
         f"{SCALED} -k as_they_are_alone",
     ),
     Fault(
