@@ -74,7 +74,7 @@ FAULTS = (
         "precision:_forward",
         "$kept.append(_kept($w, $of_w, $stays))",
         "$kept.append(_kept($w, $of_w._replace(scale=$kept[0].scale if $kept else $of_w.scale), $stays))",
-        f"{TESTS} -k own_sum_of",
+        f"{TESTS} -k share",
     ),
     Fault(
         "8 bits: plans forget what is kept of matrices",
