@@ -51,7 +51,8 @@ class Precision:
 PRECISIONS = {
     # One scale for an array leaves small gradients no bits of e4m3 (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
     "fp8_tensor": Precision("tensor", _WIDE),
-    "fp8_row": Precision("row"),
+    # One kernel makes both operands of an array, after another has read its largest magnitudes or written them with it.
+    "fp8_row": Precision("row", passes=4.0),
     # e4m3 both ways (DeepSeek-AI, DeepSeek-V3, 2024, section 3.3); one kernel makes both operands of an array.
     "fp8_block": Precision("block", passes=3.0),
     "mxfp8": Precision(
