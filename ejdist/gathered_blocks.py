@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.layout import axes_in, constrain, current_layout, on_mesh, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
-from ejdist.precision import Blocks, Narrow, blocks_of, gathers_blocks
+from ejdist.precision import OPERAND, Blocks, Narrow, blocks_of, gathers_blocks
 
 
 class Gathered(NamedTuple):
@@ -47,16 +48,21 @@ def _between_blocks(dims: list[str], shape: tuple[int, ...], sides: Any, table: 
     ]
 
 
+def stays(shape: tuple[int, ...], dims: list[str], mesh: Any) -> bool:
+    """Returns whether a matrix is stored where products read it, and not gathered."""
+    here = mesh_here(mesh)
+    tables = (on_mesh(table, here) for table in (current_layout().parameters, current_layout().activations))
+    before, after = (spec(dims, table, shape=shape, mesh=here, what="parameter") for table in tables)
+    return {*axes_in(before)} == {*axes_in(after)}
+
+
 def gathered_blocks(weight: Narrow, dims: list[str], dims_x: list[str], mesh: Any) -> Gathered | None:
     """Returns a matrix that was quantised as it is stored, placed where products read it; None where it is stored there, or
     is not split between blocks: then it is gathered in its own dtype."""
     here, shape, sides = mesh_here(mesh), weight.values.shape, _sides(dims, dims_x)
-    if not gathers_blocks(weight.precision) or not all(sides):
+    if not gathers_blocks(weight.precision) or not all(sides) or stays(shape, dims, mesh):
         return None
     stored, used = (on_mesh(table, here) for table in (current_layout().parameters, current_layout().activations))
-    before, after = (spec(dims, table, shape=shape, mesh=here, what="parameter") for table in (stored, used))
-    if {*axes_in(before)} == {*axes_in(after)}:
-        return None
     if not all(_between_blocks(dims, shape, sides, table, here) for table in (stored, used)):
         return None
 
@@ -67,12 +73,12 @@ def gathered_blocks(weight: Narrow, dims: list[str], dims_x: list[str], mesh: An
         bits = jnp.transpose(blocks.bits.reshape(parts.shape), [order.index(i) for i in range(len(dims))])
         return Blocks(bits, blocks.scale)
 
-    first = [side[0] for side in sides]
+    first, before = [side[0] for side in sides], spec(dims, stored, shape=shape, mesh=here, what="parameter")
     counts = [math.prod(shape[dims.index(d)] for d in side) // 128 for side in sides]
     scales = spec(first, stored, shape=counts, mesh=here)
     bits, scale = map_shards(quantised, here, (before,), Blocks(before, scales))(jax.lax.stop_gradient(weight.values))
     # Their bytes are gathered, not numbers that a compiler could widen first.
-    bits, scale = jax.lax.optimization_barrier((bits, scale))
+    bits, scale = (checkpoint_name(y, OPERAND) for y in jax.lax.optimization_barrier((bits, scale)))
     return Gathered(Blocks(constrain(bits, " ".join(dims), mesh), constrain(scale, " ".join(first), mesh)), dims, first)
 
 

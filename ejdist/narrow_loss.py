@@ -25,7 +25,7 @@ from ejdist.gathered_blocks import flat, gathered_blocks, spec_of
 from ejdist.layout import axes_in, current_layout, gather, on_mesh, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
-from ejdist.precision import PRECISIONS, Blocks, Narrow, check_device, no_gradient, of_matrix, operands_of, times
+from ejdist.precision import PRECISIONS, Blocks, Narrow, check_device, of_matrix, operands_of, times
 from ejdist.vocabulary_parts import of_every_part, of_this_part
 from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.framework.dispatch import vary_alike
@@ -159,7 +159,7 @@ def _outputs_backward(how: _How, saved: Any, cotangents: tuple[jax.Array, ...]) 
 
     row = {"targets": targets, "cotangents": tuple(cotangents)}
     _, d_x, d_matrix = _walked(x, matrix, blocks, row, step, how.precision)
-    return d_x, d_matrix, no_gradient(blocks), None
+    return d_x, d_matrix, None, None
 
 
 _outputs.defvjp(_outputs_forward, _outputs_backward)
@@ -216,7 +216,7 @@ def _sums_backward(how: _How, saved: Any, cotangents: tuple[Any, ...]) -> Any:
         _, d_x, d_matrix = _summing(
             x, matrix, blocks, targets, how, lambda t: of_loss * t.cross_entropy + of_z * t.z_loss
         )
-    return d_x, d_matrix, no_gradient(blocks), None
+    return d_x, d_matrix, None, None
 
 
 def _added(*cotangents: jax.Array | None) -> Any:

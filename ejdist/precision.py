@@ -8,6 +8,7 @@ tokens dy has blocks of 128 by 128 too: with fine scales of both operands an H20
 
 An array is read once for both of its operands (`kernels.quantize_both_ways`). That of x for `dw` is made in the forward and
 kept for the backward, in place of x: one byte a number. Products of one x, as queries, keys and values, share its operands.
+That of w for `dx` is made in the forward too, and kept in place of w; where w was gathered, it is gathered and quantised again.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 import kernels
 from kernels.framework.dispatch import vary_alike
-from kernels.ops.scaled_matmul import SCALINGS
+from kernels.ops.scaled_matmul import SCALINGS, Scaling
 
 BF16 = "bf16"  # products in model.compute_dtype
 PRODUCT = "project.product"  # checkpoint name of a result: what keeps products by their primitive does not see it
-OPERAND = "project.operand"  # of what a matrix's gradient is the product of, in 8 bits
+OPERAND = "project.operand"  # of what a backward's products are of, in 8 bits
 LEAST = 128  # a matrix of fewer inputs or outputs is not worth the operands that would be made for it
 _FINE, _WIDE = "float8_e4m3fn", "float8_e5m2"
 
@@ -51,7 +51,8 @@ class Precision:
 PRECISIONS = {
     # One scale for an array leaves small gradients no bits of e4m3 (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
     "fp8_tensor": Precision("tensor", _WIDE),
-    "fp8_row": Precision("row"),
+    # One kernel makes both operands of an array, after another has read its largest magnitudes or written them with it.
+    "fp8_row": Precision("row", passes=4.0),
     # e4m3 both ways (DeepSeek-AI, DeepSeek-V3, 2024, section 3.3); one kernel makes both operands of an array.
     "fp8_block": Precision("block", passes=3.0),
     "mxfp8": Precision(
@@ -132,18 +133,22 @@ class Operands(NamedTuple):
     turned_scale: jax.Array
 
 
-def _operands(x: jax.Array, straight: Any, turned: Any, dtype: str, exponents: bool) -> Operands:
+def _together(scaling: Scaling) -> bool:
+    """Returns whether one operation makes both operands of an array: of tiles of 128 by 128."""
+    return scaling.a[0] is not None and not scaling.exponents
+
+
+def _operands(x: jax.Array, straight: Any, turned: Any, dtype: str, how: Scaling) -> Operands:
     """Returns x in blocks of these rows and entries, padded with zeros, which change no scale and no sum."""
-    together = straight[0] is not None and not exponents  # one operation makes both: of tiles of 128 by 128
-    width = 128 if together else straight[1] or 16  # kernels read 16 bytes at a time
+    width = 128 if _together(how) else straight[1] or 16  # kernels read 16 bytes at a time
     more = [(0, -size % width) for size in x.shape]
     x = jnp.pad(x, more) if any(after for _, after in more) else x
-    if together:
+    if _together(how):
         heights = {"rows": straight[0], "turned_rows": turned[0]}
         return Operands(*kernels.quantize_both_ways(x, **heights, entries=straight[1], dtype=dtype))
     sides = ((x, straight), (x.T, turned))
     return Operands(
-        *(y for a, block in sides for y in kernels.quantize_scaled(a, block, dtype=dtype, exponents=exponents))
+        *(y for a, block in sides for y in kernels.quantize_scaled(a, block, dtype=dtype, exponents=how.exponents))
     )
 
 
@@ -151,7 +156,7 @@ def operands_of(x: jax.Array, precision: str, role: str) -> Operands:
     """Returns the operands of x [M, D], of the cotangent d [M, F], or of a matrix w [D, F]."""
     how = SCALINGS[PRECISIONS[precision].scaling]
     straight, turned = {"x": (how.a, how.a), "d": (how.a, how.b), "w": (how.b, how.b)}[role]
-    return _operands(x, straight, turned, PRECISIONS[precision].gradients if role == "d" else _FINE, how.exponents)
+    return _operands(x, straight, turned, PRECISIONS[precision].gradients if role == "d" else _FINE, how)
 
 
 def _turned(of: Operands) -> tuple[jax.Array, jax.Array]:
@@ -196,39 +201,62 @@ def of_matrix(w: jax.Array, blocks: Blocks | None, precision: str) -> Operands:
     return Operands(values, blocks.scale, values.T, blocks.scale.T)
 
 
-def no_gradient(blocks: Any) -> Any:
-    """Returns cotangents for matrices in 8 bits, whose gradients are those of the matrices beside them."""
-    return jax.tree.map(
-        lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype == jnp.uint8 else jnp.zeros_like(x), blocks
-    )
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape", "dtype"])
+@dataclass(frozen=True)
+class Kept:
+    """What the backward has of a matrix [D, F]: its rows in 8 bits, which a cotangent is multiplied by."""
+
+    values: Any
+    scale: Any
+    shape: tuple[int, ...]
+    dtype: Any
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _kept(w: jax.Array, of_w: Operands, whole: bool) -> Kept:
+    """Returns the side of a matrix for the backward; under the name that remat policies keep if it is stored whole. Of one that
+    was gathered a device would keep the parts of all."""
+    values, scale = (checkpoint_name(y, OPERAND) if whole else y for y in (of_w.values, of_w.scale))
+    return Kept(values, scale, w.shape, w.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _products(
-    x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str
+    x: jax.Array,
+    matrices: tuple[jax.Array, ...],
+    blocks: tuple[Blocks | None, ...],
+    precision: str,
+    whole: tuple[bool, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns x [M, D] times each matrix [D, F]. One whose blocks are passed is there for its gradient alone."""
-    return _forward(x, matrices, blocks, precision)[0]
+    """Returns x [M, D] times each matrix [D, F]. One whose blocks are passed is there for its gradient alone. `whole`: of each,
+    whether it is stored as it is."""
+    return _forward(x, matrices, blocks, precision, whole)[0]
 
 
 def _forward(
-    x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str
+    x: jax.Array,
+    matrices: tuple[jax.Array, ...],
+    blocks: tuple[Blocks | None, ...],
+    precision: str,
+    whole: tuple[bool, ...],
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    of_x, outs = operands_of(x, precision, "x"), []
-    for w, of in zip(matrices, blocks, strict=True):
+    of_x, outs, kept = operands_of(x, precision, "x"), [], []
+    for w, of, stays in zip(matrices, blocks, whole, strict=True):
         of_w = of_matrix(w, of, precision)
         shape = x.shape[0], w.shape[1]
         outs.append(times(of_x.values, of_x.scale, of_w.turned, of_w.turned_scale, x, shape))
-    return tuple(outs), (*_turned(of_x), matrices, blocks)
+        kept.append(_kept(w, of_w, stays))
+    return tuple(outs), (*_turned(of_x), tuple(kept))
 
 
-def _backward(precision: str, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, Any, Any]:
-    (x, x_scale, matrices, blocks), parts, gradients = saved, [], []
-    for w, of, d in zip(matrices, blocks, cotangents, strict=True):
-        of_d, of_w = operands_of(d, precision, "d"), of_matrix(w, of, precision)
-        parts.append(times(of_d.values, of_d.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
+def _backward(
+    precision: str, whole: tuple[bool, ...], saved: Any, cotangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, Any, Any]:
+    (x, x_scale, kept), parts, gradients = saved, [], []
+    for w, d in zip(kept, cotangents, strict=True):
+        of_d = operands_of(d, precision, "d")
+        parts.append(times(of_d.values, of_d.scale, w.values, w.scale, d, (d.shape[0], w.shape[0])))
         gradients.append(times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape).astype(w.dtype))
-    return sum(parts[1:], parts[0]), tuple(gradients), no_gradient(blocks)
+    return sum(parts[1:], parts[0]), tuple(gradients), None  # blocks have no gradient beside their matrix's
 
 
 _products.defvjp(_forward, _backward)
@@ -240,10 +268,11 @@ def narrow_products(
     matrices: list[jax.Array],
     blocks: list[Blocks | None],
     precision: str,
+    whole: tuple[bool, ...],
 ) -> tuple[jax.Array, ...]:
     """Returns the products of x with matrices, each of these dims (of x, of the matrix, of the product), in 8 bits, in the
     dtype of x; their gradients are such products too. All sum over the same dims of x. `blocks`: of each matrix that was
-    quantised before, the dims of sums first; or None."""
+    quantised before, the dims of sums first; or None. `whole`: of each, whether it is stored as it is, and was not gathered."""
     # One type inside of a `shard_map`, so that what a device adds to a gradient is summed.
     x, matrices, blocks = vary_alike((x, matrices, blocks))
     dims_x = dims[0][0]
@@ -257,7 +286,7 @@ def narrow_products(
         columns.append(jnp.transpose(w, [dims_weight.index(d) for d in (*summed, *others)]).reshape(inputs, -1))
         shapes.append([x.shape[dims_x.index(d)] for d in kept] + [w.shape[dims_weight.index(d)] for d in others])
     made = []
-    products = _products(rows.reshape(-1, inputs), tuple(columns), tuple(blocks), precision)
+    products = _products(rows.reshape(-1, inputs), tuple(columns), tuple(blocks), precision, whole)
     for (_, dims_weight, dims_out), out, shape in zip(dims, products, shapes, strict=True):
         order = kept + [d for d in dims_weight if d not in summed]
         made.append(jnp.transpose(checkpoint_name(out, PRODUCT).reshape(shape), [order.index(d) for d in dims_out]))
@@ -267,57 +296,71 @@ def narrow_products(
 # -- a gated MLP -------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def narrow_mlp(
-    x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str, activation: str
+    x: jax.Array,
+    matrices: tuple[jax.Array, ...],
+    blocks: tuple[Blocks | None, ...],
+    precision: str,
+    whole: tuple[bool, ...],
+    activation: str,
 ) -> jax.Array:
     """Returns (activation(x gate) * (x up)) down of x [M, D], its products in 8 bits, as products one by one have it.
-    `matrices` are gate, up and down, and `blocks` as for `narrow_products`.
+    `matrices` are gate, up and down, and `blocks` and `whole` as for `narrow_products`.
 
-    What is as wide as `gate` is quantised where it is computed: neither the activation's product nor its cotangents are
-    written in a wider dtype.
+    What is as wide as `gate` is quantised where it is computed. With scales of blocks neither the activation's product nor its
+    cotangents are written in a wider dtype; with those of rows they are, with their largest magnitudes.
     """
-    return _mlp_forward(x, matrices, blocks, precision, activation)[0]
+    return _mlp_forward(x, matrices, blocks, precision, whole, activation)[0]
 
 
 def _fused(x: jax.Array, precision: str) -> bool:
     """Returns whether an operation quantises what it computes of such an array."""
-    return gathers_blocks(precision) and not any(size % 128 for size in x.shape)
+    return _together(SCALINGS[PRECISIONS[precision].scaling]) and not any(size % 128 for size in x.shape)
+
+
+def _entries(precision: str) -> int | None:
+    return SCALINGS[PRECISIONS[precision].scaling].a[1]
 
 
 def _mlp_forward(
-    x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str, activation: str
+    x: jax.Array,
+    matrices: tuple[jax.Array, ...],
+    blocks: tuple[Blocks | None, ...],
+    precision: str,
+    whole: tuple[bool, ...],
+    activation: str,
 ) -> tuple[jax.Array, Any]:
-    (g, u), (h, h_scale, *_) = _forward(x, matrices[:2], blocks[:2], precision)
+    (g, u), (h, h_scale, *_, kept) = _forward(x, matrices[:2], blocks[:2], precision, whole[:2])
     g, u = (checkpoint_name(y, PRODUCT) for y in (g, u))
     if _fused(g, precision):
-        of_p = Operands(*kernels.activate_both_ways(g, u, activation=activation))
+        of_p = Operands(*kernels.activate_both_ways(g, u, activation=activation, entries=_entries(precision)))
     else:
         of_p = operands_of(kernels.gated_activation(g, u, activation=activation), precision, "x")
     down, of_down = matrices[2], of_matrix(matrices[2], blocks[2], precision)
     out = times(of_p.values, of_p.scale, of_down.turned, of_down.turned_scale, x, (x.shape[0], down.shape[1]))
-    return out, (h, h_scale, g, u, *_turned(of_p), matrices, blocks)
+    return out, (h, h_scale, g, u, *_turned(of_p), (*kept, _kept(down, of_down, whole[2])))
 
 
-def _mlp_backward(precision: str, activation: str, saved: Any, d: jax.Array) -> tuple[jax.Array, Any, Any]:
-    h, h_scale, g, u, p, p_scale, matrices, blocks = saved
-    down = matrices[2]
-    of_d, of_down = operands_of(d, precision, "d"), of_matrix(down, blocks[2], precision)
+def _mlp_backward(
+    precision: str, whole: tuple[bool, ...], activation: str, saved: Any, d: jax.Array
+) -> tuple[jax.Array, Any, Any]:
+    h, h_scale, g, u, p, p_scale, kept = saved
+    of_d, down = operands_of(d, precision, "d"), kept[2]
     d_down = times(p, p_scale, of_d.turned, of_d.turned_scale, d, down.shape)
-    d_p = times(of_d.values, of_d.scale, of_down.values, of_down.scale, d, (d.shape[0], down.shape[0]))
+    d_p = times(of_d.values, of_d.scale, down.values, down.scale, d, (d.shape[0], down.shape[0]))
     if _fused(g, precision):
-        eight = kernels.activation_cotangents(g, u, d_p, activation=activation)
+        eight = kernels.activation_cotangents(g, u, d_p, activation=activation, entries=_entries(precision))
         sides = Operands(*eight[:4]), Operands(*eight[4:])
     else:
         _, pull = jax.vjp(lambda g, u: kernels.gated_activation(g, u, activation=activation), g, u)
         sides = tuple(operands_of(y, precision, "d") for y in pull(d_p))
     parts, gradients = [], []
-    for w, of, side in zip(matrices, blocks, sides):
-        of_w = of_matrix(w, of, precision)
-        parts.append(times(side.values, side.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
+    for w, side in zip(kept, sides):
+        parts.append(times(side.values, side.scale, w.values, w.scale, d, (d.shape[0], w.shape[0])))
         gradients.append(times(h, h_scale, side.turned, side.turned_scale, d, w.shape))
-    gradients = tuple(y.astype(w.dtype) for y, w in zip((*gradients, d_down), matrices, strict=True))
-    return sum(parts[1:], parts[0]), gradients, no_gradient(blocks)
+    gradients = tuple(y.astype(w.dtype) for y, w in zip((*gradients, d_down), kept, strict=True))
+    return sum(parts[1:], parts[0]), gradients, None
 
 
 narrow_mlp.defvjp(_mlp_forward, _mlp_backward)

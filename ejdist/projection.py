@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import kernels
 from ejdist.frozen import Frozen, adapter_dims
-from ejdist.gathered_blocks import flat, gathered_blocks, spec_of
+from ejdist.gathered_blocks import flat, gathered_blocks, spec_of, stays
 from ejdist.layout import axes_in, constrain, current_layout, gather, on_mesh, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
@@ -151,12 +151,13 @@ def _narrow(x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: An
     values = [gather(w.values, " ".join(of[1]), mesh) for w, of in zip(weights, dims, strict=True)]
     here = mesh_here(mesh)
     if here is None or here.size == 1:
-        return narrow_products(dims, x, values, [None] * len(values), precision)
+        return narrow_products(dims, x, values, [None] * len(values), precision, (True,) * len(values))
     axes = on_mesh(current_layout().activations, here)
     dims_x, sizes = dims[0][0], dict(zip(dims[0][0], x.shape))
     for (_, of, _), w in zip(dims, values, strict=True):
         sizes |= dict(zip(of, w.shape))
     made = [gathered_blocks(w, of, dims_x, mesh) for w, (_, of, _) in zip(weights, dims, strict=True)]
+    whole = tuple(stays(w.values.shape, of, mesh) for w, (_, of, _) in zip(weights, dims, strict=True))
 
     def placed(names: list[str]) -> Any:
         return spec(names, axes, shape=[sizes[n] for n in names], mesh=here, what="activation")
@@ -165,7 +166,7 @@ def _narrow(x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: An
 
     def on_shard(x: jax.Array, values: list[jax.Array], blocks: list[Any]) -> tuple[jax.Array, ...]:
         matrices = [flat(b, of, dims_x) for b, (_, of, _) in zip(blocks, dims, strict=True)]
-        products = narrow_products(dims, x, values, matrices, precision)
+        products = narrow_products(dims, x, values, matrices, precision, whole)
         return jax.lax.psum(products, split) if split else products
 
     outs = tuple(placed(of) for _, _, of in dims)
@@ -190,13 +191,13 @@ def project_mlp(
     values = [gather(w.values, " ".join(of), mesh) for w, of in zip(weights, dims_of, strict=True)]
     here = mesh_here(mesh)
 
-    def mlp(x: jax.Array, values: list[jax.Array], blocks: list[Any]) -> jax.Array:
+    def mlp(x: jax.Array, values: list[jax.Array], blocks: list[Any], whole: tuple[bool, ...]) -> jax.Array:
         x, values, blocks = vary_alike((x, values, blocks))
-        out = narrow_mlp(x.reshape(-1, x.shape[-1]), tuple(values), tuple(blocks), precision, activation)
+        out = narrow_mlp(x.reshape(-1, x.shape[-1]), tuple(values), tuple(blocks), precision, whole, activation)
         return checkpoint_name(out, PRODUCT).reshape(*x.shape[:-1], -1)
 
     if here is None or here.size == 1:
-        return constrain(mlp(x, values, [None] * 3), " ".join(dims), mesh)
+        return constrain(mlp(x, values, [None] * 3, (True,) * 3), " ".join(dims), mesh)
     axes = on_mesh(current_layout().activations, here)
     sizes = dict(zip((*dims, "F"), (*x.shape, gate.shape[1]), strict=True))
 
@@ -209,9 +210,10 @@ def project_mlp(
         return project(wide, down, "btf,fd->btd", mesh=mesh)
     split = tuple(axes_in(placed(["F"])))
     made = [gathered_blocks(w, of, over, mesh) for w, of, over in zip(weights, dims_of, summed, strict=True)]
+    whole = tuple(stays(w.values.shape, of, mesh) for w, of in zip(weights, dims_of, strict=True))
 
     def on_shard(x: jax.Array, values: list[jax.Array], blocks: list[Any]) -> jax.Array:
-        out = mlp(x, values, blocks)
+        out = mlp(x, values, blocks, whole)
         return jax.lax.psum(out, split) if split else out
 
     specs = placed(dims), [placed(of) for of in dims_of], [spec_of(b, here) for b in made]

@@ -113,6 +113,30 @@ def test_products_in_8_bits_take_less_time_and_their_operands_some():
     assert head.seconds[NARROW] > narrow.seconds[NARROW] and head.total < narrow.total
 
 
+def test_plans_count_the_matrices_that_are_kept_in_8_bits():
+    words = "recipe=long_context model=1b data.sequence_length=8192 data.global_batch=4 "
+    kept = {}
+    one, four = ((1, "fp8_row", "dots"), (1, "fp8_row", "attention"), (1, "bf16", "dots")), ("fp8_row", "fp8_block")
+    for devices, precision, remat in (*one, *((4, precision, "dots") for precision in four)):
+        more = f"mesh.fsdp={devices} mesh.sp=1 model.precision={precision} model.remat={remat}"
+        sections, target = compose((words + more).split()), target_of(None, devices, "h200", None)
+        classes = (
+            Predictor(sections, target)
+            .checked(candidate_of(sections, mesh_shape(sections.mesh.sizes, devices)))
+            .memory.classes
+        )
+        classes = [classes.get(f"weights in {kind}", 0) for kind in ("8 bits", "the compute dtype")]
+        kept[devices, precision, remat] = tuple(classes)
+    numbers = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
+    assert kept == {
+        (1, "fp8_row", "dots"): (numbers, 0),
+        (1, "fp8_row", "attention"): (0, 2 * numbers),
+        (1, "bf16", "dots"): (0, 2 * numbers),
+        (4, "fp8_row", "dots"): (0, numbers // 2),
+        (4, "fp8_block", "dots"): (numbers // 4, 0),
+    }
+
+
 def test_a_search_tells_the_best_plan_of_either_kind():
     recipe = compose(
         "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=16 model.remat=dots".split()

@@ -113,8 +113,8 @@ def test_on_hopper_all_three_products_are_of_its_kernel_and_each_operand_is_read
     got = kernels_on_hopper(
         functools.partial(gradients, precision="fp8_block"), (3, 128, 256), (256, 8, 64), (3, 128, 8, 64)
     )
-    # x and its cotangent once each, for two products; the matrix again in the backward.
-    assert got == {"warp_specialized_scaled_kernel": 3, "quantize_both_ways_kernel": 4}
+    # x, its cotangent and the matrix once each, for two products.
+    assert got == {"warp_specialized_scaled_kernel": 3, "quantize_both_ways_kernel": 3}
 
 
 def test_products_of_one_x_share_its_operands():
@@ -123,8 +123,8 @@ def test_products_of_one_x_share_its_operands():
         out, pull = jax.vjp(lambda x, w, v: run(x, [Narrow(w, "fp8_block"), Narrow(v, "fp8_block")]), x, w, v)
         return out, pull((d, d))
 
-    # x once, each cotangent once, each matrix forward and backward.
-    assert calls(jax.make_jaxpr(both)(X, W, W, D_OUT).jaxpr, "quantize_both_ways") == 7
+    # x once, each cotangent once, each matrix once.
+    assert calls(jax.make_jaxpr(both)(X, W, W, D_OUT).jaxpr, "quantize_both_ways") == 5
     got = jax.jit(both)(X, W, 2 * W, D_OUT)
     alone = [gradients(X, w, D_OUT, "fp8_block") for w in (W, 2 * W)]
     for pair, of in ((got[0], 0), (got[1][1:], 2)):
@@ -170,20 +170,30 @@ def test_an_mlp_as_one_has_the_numbers_of_its_products_one_by_one(precision, spl
         assert off(g, w) < (1e-6 if not split else 2e-3)
 
 
-@pytest.mark.slow
-def test_what_is_wide_in_an_mlp_is_quantised_where_it_is_computed():
+@pytest.mark.parametrize(
+    ("precision", "names_of"),
+    [
+        pytest.param(
+            *("fp8_block", ["quantize_both_ways", "activate_both_ways", "activation_cotangents"]),
+            marks=pytest.mark.slow,
+        ),
+        (
+            "fp8_row",
+            ["largest_both_ways", "quantize_rows_both_ways", "activate_with_largest", "cotangents_with_largest"],
+        ),
+    ],
+)
+def test_what_is_wide_in_an_mlp_is_quantised_where_it_is_computed(precision, names_of):
     def run(x, gate, up, down, d):
-        return mlp_gradients(x, (gate, up, down), d, "fp8_block")
+        return mlp_gradients(x, (gate, up, down), d, precision)
 
     shapes = (1, 256, D), (D, 384), (D, 384), (384, D), (1, 256, D)
     jaxpr = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).jaxpr
-    # x, the cotangent of the result, and three matrices twice.
-    names = {"quantize_both_ways": 8, "activate_both_ways": 1, "activation_cotangents": 1, "gated_activation": 0}
+    # x, the cotangent of the result, and three matrices.
+    names = {"quantize_both_ways": 5, "activate_both_ways": 1, "activation_cotangents": 1, "gated_activation": 0}
     assert {name: calls(jaxpr, name) for name in names} == names
-    assert kernels_on_hopper(run, *shapes).keys() == {
-        "warp_specialized_scaled_kernel",
-        *(f"{name}_kernel" for name, count in names.items() if count),
-    }
+    kernels_of_it = {"warp_specialized_scaled_kernel", *(f"{name}_kernel" for name in names_of)}
+    assert kernels_on_hopper(run, *shapes).keys() == kernels_of_it
 
 
 def gathered_bytes(text):
@@ -232,9 +242,9 @@ CONFIG = DecoderConfig(
 )
 
 
-def loss_of(config):
+def loss_of(config, mesh=None):
     """Returns (the loss of a batch as a function of the parameters, these)."""
-    ops, model = bind_ops(None), config.build()
+    ops, model = bind_ops(mesh), config.build()
     params = initialise(model.declared, jax.random.key(0))
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 64, (2, 33))
@@ -280,6 +290,22 @@ def test_a_policy_that_keeps_products_keeps_those_in_8_bits():
         made[remat] = calls(jaxpr, "scaled_matmul"), calls(jaxpr, "quantize_both_ways")
     assert made["none"] == made["dots"]
     assert made["none"][0] < made["attention"][0] and made["none"][1] < made["attention"][1]
+
+
+@pytest.mark.parametrize("precision", ["fp8_block", "fp8_row"])
+def test_over_fsdp_a_matrix_in_blocks_is_quantised_once_a_step_and_others_are_not_kept_whole(precision):
+    mesh = make_mesh(fsdp=2, devices=jax.devices()[:2])
+    config = DecoderConfig(
+        vocab_size=64, num_layers=1, model_dim=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_dim=256,
+        precision=precision, scan_layers=False,
+    )  # fmt: skip
+    made = {}
+    for remat in ("none", "dots"):
+        step, params = loss_of(dataclasses.replace(config, remat=remat), mesh)
+        jaxpr = pe.dce_jaxpr(jax.make_jaxpr(jax.grad(step))(params).jaxpr, [True] * len(jax.tree.leaves(params)))[0]
+        made[remat] = calls(jaxpr, "quantize_both_ways")
+    # Seven matrices: of parts in blocks the bytes are kept, of rows the matrix is gathered again.
+    assert made["dots"] - made["none"] == (0 if precision == "fp8_block" else 7)
 
 
 def test_small_matrices_and_those_that_are_named_stay():

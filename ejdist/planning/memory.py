@@ -22,11 +22,12 @@ from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
-from ejdist.models.stack import counted_parts, layers_of
+from ejdist.models.stack import counted_parts, layers_of, narrow_matrices, why_stay
 from ejdist.narrow_loss import bytes_at_work
 from ejdist.planning import orthogonal
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.share import share_of
+from ejdist.precision import gathers_blocks
 from ejdist.training.offload import is_offloaded, is_stack
 from ejdist.training.optimizer import matrices_in, state_bytes
 from ejdist.training.program import check_sizes, param_shardings
@@ -169,6 +170,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
         whole = max(_gathered(c, [p for p in of.frozen if p.path.startswith("layers.")], None, b).values())
     gathered_head = b * head if split or b != table.itemsize else 0
     of_head = 4 * head if trains else 0  # the gradient of the output projection
+    in_8_bits = _in_8_bits(c, stacks, share)
+    copies_after = max(0, copies - b * in_8_bits)  # of others than these, which the backward does not read
     logits = (4 + b) * vocabulary * rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
     if c.precision_head and trains:
         logits = bytes_at_work(share.tokens, c.model_dim, vocabulary, c.precision, b)
@@ -189,7 +192,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     moments = {
         "the loss": {
             "activations kept": kept,
-            "weights in the compute dtype": copies,
+            "weights in the compute dtype": copies_after,
+            "weights in 8 bits": in_8_bits,
             "gathered weights": gathered_head,
             "gradients": of_head + sums + early,
             "logits": logits,
@@ -197,7 +201,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
         },
         "the backward of a layer": {
             "activations kept": kept,
-            "weights in the compute dtype": copies,
+            "weights in the compute dtype": copies_after,
+            "weights in 8 bits": in_8_bits,
             "gathered weights": whole,
             "gradients": waiting + gradients + sums,
             "activations at work": work + beside,
@@ -212,6 +217,7 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
         moments["the forward of a round"] = {
             "activations kept": kept,
             "weights in the compute dtype": copies,
+            "weights in 8 bits": in_8_bits,
             "gathered weights": whole // 2,
             "gradients": sums,
             "activations of a round": of_round,
@@ -268,6 +274,16 @@ def _at_work(layers: list[list[PartBytes]], platform: str) -> int:
         beside.append(q.work + q.gpu_work + p.gpu_beside + p.products + p.rest)
         beside.append(p.work + p.gpu_work + p.gpu_beside + q.gpu_waits)
     return max([p.work + p.gpu_work for p in each] + beside) + max(p.gpu_zeros for p in each)
+
+
+def _in_8_bits(c: Any, stacks: list[Stored], share: Share) -> int:
+    """Returns the bytes of matrices that are kept in 8 bits for the backward, without their scales: of those that are not
+    gathered, and of the stored parts of those in blocks. Experts quantise theirs in both directions."""
+    if not share.remat.products:
+        return 0
+    names = {*narrow_matrices(c)[0]} - {*why_stay(c)}
+    mine = [p for p in stacks if p.path.split(".")[1] in names]
+    return sum(p.local for p in mine if not p.over or gathers_blocks(c.precision))
 
 
 def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0, every: bool = False) -> dict[str, int]:

@@ -109,16 +109,20 @@ def test_both_ways_are_those_of_each_bit_by_bit_and_nothing_is_not_hidden(way):
             np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
-def test_an_activation_and_its_cotangents_are_quantised_as_they_are_alone():
-    gate, up, d = (jnp.asarray(RNG.standard_normal((128, 256)), jnp.bfloat16) for _ in range(3))
+@pytest.mark.parametrize("entries", [128, None])
+def test_an_activation_and_its_cotangents_are_quantised_as_they_are_alone(entries):
+    rng = np.random.default_rng(2)
+    gate, up, d = (jnp.asarray(rng.standard_normal((128, 256)), jnp.bfloat16) for _ in range(3))
     wide, pull = jax.vjp(kernels.gated_activation, gate, up)
+    rows = 128 if entries else 1
     want = (
-        kernels.quantize_both_ways(wide),
-        tuple(y for x in pull(d) for y in kernels.quantize_both_ways(x, turned_rows=128)),
+        kernels.quantize_both_ways(wide, entries=entries),
+        tuple(y for x in pull(d) for y in kernels.quantize_both_ways(x, turned_rows=rows, entries=entries)),
     )
     for platform in ("xla", "triton"):
         with interpret(90):
-            run = jax.jit(lambda *a, on=platform: (activate_op(*a[:2], platform=on), cotangents_op(*a, platform=on)))
+            how = {"entries": entries, "platform": platform}
+            run = jax.jit(lambda *a, how=how: (activate_op(*a[:2], **how), cotangents_op(*a, **how)))
             got = run(gate, up, d)
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
@@ -218,6 +222,11 @@ def grouped(**change):
         ),
         (lambda: kernels.quantize_both_ways(X, rows=64), "argument 'rows' = 64 must be 1, or 128 and divide 256"),
         (lambda: kernels.activate_both_ways(X[:, :100], X[:, :100]), "argument 'gate' of shape"),
+        (
+            lambda: kernels.activate_both_ways(X, X, entries=64),
+            "argument 'entries' = 64 must be 128, or None for one scale",
+        ),
+        (lambda: kernels.activation_cotangents(X, X, X, entries=64), "argument 'entries' = 64 must be 128, or None"),
         (
             lambda: kernels.scaled_grouped_matmul(A, B[None], S[:, [0] * 5], T[None], jnp.array([256])),
             r"'a_scale' of shape \(256, 5\) must have a number of rows and of blocks that divide those of 'a', \(256, 384\)",

@@ -205,11 +205,13 @@ activate_both_ways = public_as_declared(
     activate_op,
     """Returns `quantize_both_ways` of activation(gate) * up, which is rounded to the dtype of gate before.
 
-    On GPUs that have 8-bit floats gate and up are read once, and the product is not written.
+    On GPUs that have 8-bit floats gate and up are read once, and the product is not written. With `entries=None` it is
+    written together with the largest magnitudes of its rows and columns, and read once.
 
     Args:
       gate, up: float [M, F], of sizes that 128 divides.
       activation: "silu", "gelu", "gelu_tanh" or "relu".
+      entries: 128, or None: one scale for each whole row of an operand.
 
     Raises:
       ValueError: names the argument.
@@ -224,14 +226,16 @@ activate_both_ways = public_as_declared(
 
 activation_cotangents = public_as_declared(
     cotangents_op,
-    """Returns `quantize_both_ways`, with `turned_rows=128`, of the cotangents of gate and then of up, given that of
-    activation(gate) * up.
+    """Returns `quantize_both_ways` of the cotangents of gate and then of up, given that of activation(gate) * up; in blocks,
+    with `turned_rows=128`.
 
-    On GPUs that have 8-bit floats the three are read once, and the cotangents are written in 8 bits alone.
+    On GPUs that have 8-bit floats the three are read once, and the cotangents are written in 8 bits alone. With `entries=None`
+    they are written together with the largest magnitudes of their rows and columns, and read once.
 
     Args:
       gate, up, d: float [M, F], of sizes that 128 divides; d is the cotangent of the product.
       activation: "silu", "gelu", "gelu_tanh" or "relu".
+      entries: 128, or None: one scale for each whole row of an operand.
 
     Raises:
       ValueError: names the argument.

@@ -26,6 +26,13 @@ def _check_whole(function: str, name: str, x: jax.Array, matrices: int = 1) -> N
         )
 
 
+def _check_entries(function: str, entries: int | None) -> None:
+    if entries not in (128, None):
+        raise ValueError(
+            f"{function}: argument 'entries' = {entries!r} must be 128, or None for one scale of a whole row"
+        )
+
+
 def quantize_both_ways(
     x: Float[Array, "M D"],
     *,
@@ -44,8 +51,7 @@ def quantize_both_ways(
     name = "quantize_both_ways"
     if dtype not in DTYPES:
         raise ValueError(f"{name}: argument 'dtype' = {dtype!r} is unknown; use {' or '.join(DTYPES)}")
-    if entries not in (128, None):
-        raise ValueError(f"{name}: argument 'entries' = {entries!r} must be 128, or None for one scale of a whole row")
+    _check_entries(name, entries)
     M, D = x.shape
     if matrices < 1 or M % matrices:
         raise ValueError(
@@ -81,46 +87,57 @@ def _check_activation(op: str, name: str) -> None:
 
 
 def activate_both_ways(
-    gate: Float[Array, "M F"], up: Float[Array, "M F"], *, activation: str = "silu"
+    gate: Float[Array, "M F"], up: Float[Array, "M F"], *, activation: str = "silu", entries: int | None = 128
 ) -> tuple[Shaped[Array, "M F"], Float[Array, "M _"], Shaped[Array, "F M"], Float[Array, "F _"]]:
     """Returns `quantize_both_ways` of activation(gate) * up, rounded to the dtype of gate before: its rows and those of its
-    transpose in blocks of 128.
+    transpose in blocks of `entries`.
 
     Raises:
       ValueError: names the argument.
     """
     _check_whole("activate_both_ways", "gate", gate)
     _check_activation("activate_both_ways", activation)
-    return quantize_both_ways(gated_activation(gate, up, activation=activation))
+    _check_entries("activate_both_ways", entries)
+    return quantize_both_ways(gated_activation(gate, up, activation=activation), entries=entries)
 
 
 def activation_cotangents(
-    gate: Float[Array, "M F"], up: Float[Array, "M F"], d: Float[Array, "M F"], *, activation: str = "silu"
+    gate: Float[Array, "M F"], up: Float[Array, "M F"], d: Float[Array, "M F"], *, activation: str = "silu",
+    entries: int | None = 128,
 ) -> tuple[
     Shaped[Array, "M F"], Float[Array, "M _"], Shaped[Array, "F M"], Float[Array, "_ _"],
     Shaped[Array, "M F"], Float[Array, "M _"], Shaped[Array, "F M"], Float[Array, "_ _"],
 ]:  # fmt: skip
     """Returns `quantize_both_ways` of the cotangents of gate and of up, given that of activation(gate) * up: rows in blocks of
-    128, and the transpose in blocks of 128 by 128.
+    `entries`, and the transpose in blocks of 128 by 128, or with one scale for each of its rows.
 
     Raises:
       ValueError: names the argument.
     """
     _check_activation("activation_cotangents", activation)
+    _check_entries("activation_cotangents", entries)
     _check_whole("activation_cotangents", "gate", gate)
     _, pull = jax.vjp(lambda gate, up: gated_activation(gate, up, activation=activation), gate, up)
     d_gate, d_up = pull(d.astype(gate.dtype))
-    return *quantize_both_ways(d_gate, turned_rows=128), *quantize_both_ways(d_up, turned_rows=128)
+    how = {"entries": entries, "turned_rows": 128 if entries else 1}
+    return *quantize_both_ways(d_gate, **how), *quantize_both_ways(d_up, **how)
+
+
+def _of_scales(call: Call) -> int:
+    """Returns the bytes of the scales of both operands of an array."""
+    M, F, entries = call.dims["M"], call.dims["F"], call.entries
+    return 4 * (M * (F // entries) + F * (M // entries) if entries else M + F)
 
 
 def work_of_activation(call: Call) -> tuple[Work, Work]:
-    size = call.gate.size
-    return Work(8 * size, 2 * nbytes(call.gate) + 2 * size + size // 16), Work(0, 0)
+    """Returns the work of both operands: with a scale of whole rows the product is written, and read again."""
+    size, passes = call.gate.size, 2 if call.entries else 4
+    return Work(8 * size, passes * nbytes(call.gate) + 2 * size + _of_scales(call)), Work(0, 0)
 
 
 def work_of_cotangents(call: Call) -> tuple[Work, Work]:
-    size = call.gate.size
-    return Work(18 * size, 3 * nbytes(call.gate) + 4 * size + size // 16), Work(0, 0)
+    size, passes = call.gate.size, 3 if call.entries else 7
+    return Work(18 * size, passes * nbytes(call.gate) + 4 * size + 2 * _of_scales(call)), Work(0, 0)
 
 
 both_ways_op = Op(
@@ -153,7 +170,9 @@ activate_op = Op(
     cases=(
         Case("silu", {"M": 128, "F": 256}, tags=frozenset({"smoke", "code"})),
         Case("gelu_tanh", {"M": 256, "F": 128}, {"activation": "gelu_tanh"}, tags=frozenset({"slow"})),
+        Case("whole_rows", {"M": 256, "F": 128}, {"entries": None}),
         Case("mlp_8k", {"M": 32768, "F": 8192}, tags=frozenset({"bench", "code"})),
+        Case("mlp_8k_rows", {"M": 32768, "F": 8192}, {"entries": None}, tags=frozenset({"bench", "code"})),
     ),
     work=work_of_activation,
 )
@@ -167,7 +186,9 @@ cotangents_op = Op(
     cases=(
         Case("silu", {"M": 128, "F": 256}, tags=frozenset({"smoke", "code"})),
         Case("gelu", {"M": 256, "F": 128}, {"activation": "gelu"}, tags=frozenset({"slow"})),
+        Case("whole_rows", {"M": 256, "F": 128}, {"entries": None}),
         Case("mlp_8k", {"M": 32768, "F": 8192}, tags=frozenset({"bench", "code"})),
+        Case("mlp_8k_rows", {"M": 32768, "F": 8192}, {"entries": None}, tags=frozenset({"bench", "code"})),
     ),
     work=work_of_cotangents,
 )

@@ -89,3 +89,61 @@ def activated_row_cotangents_kernel(
     tl.store(d_pair_ptr + F + entries, d_up, mask=there)
     _write(d_gate.to(tl.float32), values_ptr, scale_ptr, rows, j, M, 2 * F)
     _write(d_up.to(tl.float32), values_ptr, scale_ptr, rows, F // 128 + j, M, 2 * F)
+
+
+# -- for one scale of a whole row: what is computed is written with the largest magnitudes of each block -------------------
+
+
+@triton.jit
+def _write_with_largest(x, x_ptr, of_rows_ptr, of_columns_ptr, rows, j, M: tl.constexpr, D: tl.constexpr):
+    """Writes a block of an array [M, D], of whole blocks, and the bits of its rows' and columns' largest magnitudes."""
+    tl.store(x_ptr + _entries(rows, j, D), x)
+    x = x.to(tl.float32)
+    tl.store(of_rows_ptr + j.to(tl.int64) * M + rows, largest(x, 1))
+    block = tl.program_id(0) // (D // 128)
+    tl.store(of_columns_ptr + block.to(tl.int64) * D + j * 128 + tl.arange(0, 128), largest(x, 0))
+
+
+@triton.jit
+def activate_with_largest_kernel(
+    gate_ptr,  # [M, F]
+    up_ptr,
+    product_ptr,
+    of_rows_ptr,  # [F / 128, M]: the bits of the largest magnitude of each row, in each 128 columns
+    of_columns_ptr,  # [M / TALL, F]
+    M: tl.constexpr,
+    F: tl.constexpr,
+    NAME: tl.constexpr,
+    TALL: tl.constexpr,
+):
+    rows, j = _place(F, TALL)
+    entries = _entries(rows, j, F)
+    act, _ = activation(tl.load(gate_ptr + entries).to(tl.float32), NAME)
+    x = (act * tl.load(up_ptr + entries).to(tl.float32)).to(gate_ptr.dtype.element_ty)
+    _write_with_largest(x, product_ptr, of_rows_ptr, of_columns_ptr, rows, j, M, F)
+
+
+@triton.jit
+def cotangents_with_largest_kernel(
+    gate_ptr,  # [M, F]
+    up_ptr,
+    d_ptr,
+    d_gate_ptr,
+    gate_of_rows_ptr,  # as above
+    gate_of_columns_ptr,
+    d_up_ptr,
+    up_of_rows_ptr,
+    up_of_columns_ptr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    NAME: tl.constexpr,
+    TALL: tl.constexpr,
+):
+    rows, j = _place(F, TALL)
+    entries = _entries(rows, j, F)
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    act, slope = activation(tl.load(gate_ptr + entries).to(tl.float32), NAME)
+    d = tl.load(d_ptr + entries).to(tl.float32)
+    d_gate, d_up = (d * tl.load(up_ptr + entries).to(tl.float32) * slope).to(dtype), (d * act).to(dtype)
+    _write_with_largest(d_gate, d_gate_ptr, gate_of_rows_ptr, gate_of_columns_ptr, rows, j, M, F)
+    _write_with_largest(d_up, d_up_ptr, up_of_rows_ptr, up_of_columns_ptr, rows, j, M, F)

@@ -84,12 +84,12 @@ def both_ways(x, rows, turned_rows, entries, matrices, dtype):
     return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, entries=entries, matrices=matrices, dtype=dtype)
 
 
-def activate(gate, up, activation):
-    return activate_both_ways(gate, up, activation=activation)
+def activate(gate, up, activation, entries):
+    return activate_both_ways(gate, up, activation=activation, entries=entries)
 
 
-def cotangents(gate, up, d, activation):
-    return activation_cotangents(gate, up, d, activation=activation)
+def cotangents(gate, up, d, activation, entries):
+    return activation_cotangents(gate, up, d, activation=activation, entries=entries)
 
 
 def rows(x):
