@@ -224,7 +224,10 @@ def rematerialised(layer: Callable, remat: Remat, parts: list[Part], *, in_scan:
 
 
 def cast(weight: Any, dtype: Any) -> Any:
-    """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it."""
+    """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it; a packed one was
+    rounded before it was packed."""
+    if isinstance(weight, Packed):
+        return weight
     return weight.adapter_in(dtype) if isinstance(weight, Frozen) else weight.astype(dtype)
 
 
@@ -297,9 +300,9 @@ def check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[str
         needed = rows.stop - rows.start
         stacks = {key: params[key] for key in parts[name].declare(c) if key in params or needed} | buffers.get(name, {})
         for key, stack in stacks.items():
-            if stack.shape[0] != needed:
+            if (rows_here := jax.tree.leaves(stack)[0].shape[0]) != needed:
                 raise ValueError(
-                    f"layers: {key} has {stack.shape[0]} rows, but layers {which.start} to {which.stop - 1} need {needed}, "
+                    f"layers: {key} has {rows_here} rows, but layers {which.start} to {which.stop - 1} need {needed}, "
                     f"one per layer with the part {name!r}: pass only the rows of these layers, see `rows_of`"
                 )
 
