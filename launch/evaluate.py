@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any
 
 from launch import answered, packed, ruler
 from launch.errors import DONE, run_command
-from launch.evaluated import tell_cells, tell_loss
+from launch.evaluated import tell_cells, tell_loss, write
 from launch.evaluation_recipe import FOLDER, recipe_of, told_held_out, trained_tokenizer, with_settings_of_run
 from launch.options import check_spelling, file_of
 from launch.train import command, start_jax
@@ -303,8 +302,6 @@ def _main(arguments: list[str]) -> int:
     start_jax(compose(words), "launch.evaluate")
     import jax
 
-    from ejdist.pictures import draw_evaluation
-    from ejdist.training.metrics import write_atomic
     from ejdist.training.recorded import last_step
 
     first = jax.process_index() == 0
@@ -317,9 +314,7 @@ def _main(arguments: list[str]) -> int:
         ruler.add_rows(rows, results, last_step(where) if args.step is None else args.step)
         print(f"added to {rows}")
     if args.to is not None and first:
-        write_atomic(args.to, json.dumps(results, indent=1, allow_nan=False) + "\n")
-        form = "" if args.packed is None else f", weights={args.packed}"
-        draw_evaluation(results, args.to.with_suffix(".png"), results["weights"] + form)
+        write(args.to, results)
         print(f"written to {args.to} and {args.to.with_suffix('.png').name} next to it")
     return DONE
 

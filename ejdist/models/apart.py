@@ -20,9 +20,9 @@ from ejdist.layout import row_of
 from ejdist.models.config import DecoderShape
 from ejdist.models.kept import Arrays, Serving
 from ejdist.models.packing import Packing
-from ejdist.models.parameters import Param
+from ejdist.models.parameters import Param, cast
 from ejdist.models.part import LayerContext, Part
-from ejdist.models.stack import cast, check_rows, layers_of, parts_of, used
+from ejdist.models.stack import check_rows, layers_of, parts_of, used
 from ejdist.packed import Packed, of_experts, packed_rows, stacked
 
 Layers = list[dict[str, tuple[Any, ...]]]  # of each layer, by part: (parameters, buffers)

@@ -20,7 +20,7 @@ from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, parts_of_k
 from ejdist.models.in_turn import apart, in_turn
 from ejdist.models.kept import Kept
 from ejdist.models.model import Metrics
-from ejdist.models.parameters import Param
+from ejdist.models.parameters import Param, cast
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.parts import PARTS
 from ejdist.models.remat import REMAT, Remat
@@ -221,14 +221,6 @@ def rematerialised(layer: Callable, remat: Remat, parts: list[Part], *, in_scan:
         return layer
     # A scan's forward and backward are separate loops. Elsewhere CSE would merge the recomputation with the forward.
     return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
-
-
-def cast(weight: Any, dtype: Any) -> Any:
-    """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it; a packed one was
-    rounded before it was packed."""
-    if isinstance(weight, Packed):
-        return weight
-    return weight.adapter_in(dtype) if isinstance(weight, Frozen) else weight.astype(dtype)
 
 
 def used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> dict[str, Any]:

@@ -24,9 +24,9 @@ FAULTS = (
     ),
     Fault(
         "matrices are packed as they are stored, not as the model computes",
-        "models/apart:layers_apart.matrices",
-        "$dtype or $params[$name].dtype",
-        "$params[$name].dtype",
+        "models/apart:_packed",
+        "$c.compute_dtype if $p.cast else $stack.dtype",
+        "$stack.dtype",
         f"{TESTS} -k freed",
     ),
     Fault(
@@ -192,9 +192,9 @@ FAULTS = (
     ),
     Fault(
         "the results do not name the format that they are of",
-        "launch/evaluate:evaluate",
-        "args.packed",
-        "None",
+        "launch/evaluate.py",
+        '"packed": args.packed,',
+        '"packed": None,',
         EVALUATED,
     ),
     Fault(
