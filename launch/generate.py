@@ -140,6 +140,7 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     """
     from ejdist.generation import Sampling
     from ejdist.paths import check_place
+    from ejdist.training.recorded import last_step
 
     options: dict[str, str] = {}
     where: dict[str, str] = {}
@@ -165,6 +166,8 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     ((key, folder),) = where.items()
     check_place(key, folder)
     if key == "from":
+        if last_step(folder) is not None:
+            raise ValueError(f"from = {folder!r} is the folder of a run: give run.dir={folder}")
         recipe = [FOLDER, assigned("model.init_from", folder), *recipe]
     v = _DEFAULTS | options
     if v["prompt"] is not None and v["prompts"] is not None:

@@ -57,6 +57,14 @@ def test_wrong_keys_are_one_sentence(words, message):
         parse(words)
 
 
+def test_the_folder_of_a_run_and_a_file_that_is_not_there_are_named(tmp_path):
+    (tmp_path / "checkpoints/4").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^from = '{tmp_path}' is the folder of a run: give run.dir={tmp_path}$"):
+        parse([f"from={tmp_path}"])
+    with pytest.raises(ValueError, match=r"^prompts = '/nowhere.txt' cannot be read \(No such file or directory\)"):
+        read_prompts(None, "/nowhere.txt")
+
+
 def test_a_cache_that_nothing_splits_and_packed_adapters_are_refused_before_anything_is_loaded():
     check_cache(compose(["mesh.sp=2"]), "spread")
     check_adapters(compose(["mesh.sp=2"]), "int8")
