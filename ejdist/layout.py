@@ -322,9 +322,9 @@ def sharding(
     return NamedSharding(mesh, spec(dims, on_mesh(table, mesh), shape=shape, mesh=mesh, what=what))
 
 
-def stacked_over(axis: str, sharding: NamedSharding) -> NamedSharding:
+def stacked_over(axis: str | None, sharding: NamedSharding) -> NamedSharding:
     """Returns the sharding of arrays that are stacked in a new first dim, one for each device of an axis that they are not
-    split over."""
+    split over; None: each device has its part of all of them."""
     return NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
 
 

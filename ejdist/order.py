@@ -93,8 +93,9 @@ class Order:
         if length % self.multiple:
             nearest = max(self.multiple, round(length / self.multiple) * self.multiple)
             raise ValueError(
-                f"sequence length {length} does not divide for order {self.name!r} over {self.shards} ranks: it must be a "
-                f"multiple of {self.multiple}; use {nearest}, or another order or number of ranks"
+                f"sequence length {length} (data.sequence_length) does not divide for order {self.name!r} over {self.shards} "
+                f"ranks (mesh.sp, mesh.cp): it must be a multiple of {self.multiple}; use {nearest}, or another order or "
+                "number of ranks"
             )
 
     @property

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 import kernels
-from ejdist.layout import axes_in, current_layout, on_mesh, row_of, spec
+from ejdist.layout import axes_in, current_layout, on_mesh, row_of, spec, stacked_over
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
 from ejdist.precision import LEAST
@@ -58,7 +58,8 @@ class Packed:
 
     Attributes:
       words, scales, biases: as `kernels.quantize` returns them of a matrix [sums, others].
-      shape: of the matrix before. sums: how many of its first dims a product sums over. form: a name of `FORMATS`.
+      shape: of the matrix before, also where the arrays are stacks of several.
+      sums: how many of its first dims a product sums over. form: a name of `FORMATS`.
       experts: whether the first dim is that of experts, before those.
       parts: of how many devices the columns of experts are in order, where another dim than the first of the others was split.
     """
@@ -171,6 +172,15 @@ def packed_rows(
     if donate:
         stack.delete()
     return rows
+
+
+def stacked(rows: Sequence[Packed]) -> Packed:
+    """Returns packed matrices as one stack, which a scan over layers takes apart again: each array has a first dim more, and
+    lies as those of the rows do."""
+    places = jax.tree.map(lambda x: x.sharding, rows[0])
+    on_devices = all(isinstance(place, NamedSharding) for place in jax.tree.leaves(places))
+    where = jax.tree.map(lambda place: stacked_over(None, place), places) if on_devices else None
+    return jax.jit(lambda rows: jax.tree.map(lambda *x: jnp.stack(x), *rows), out_shardings=where)(rows)
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -12,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import answered, ruler
+from launch import answered, packed, ruler
 from launch.errors import DONE, run_command
-from launch.evaluated import tell_cells, tell_loss
+from launch.evaluated import tell_cells, tell_loss, write
 from launch.evaluation_recipe import FOLDER, recipe_of, told_held_out, trained_tokenizer, with_settings_of_run
 from launch.options import check_spelling, file_of
 from launch.train import command, start_jax
@@ -45,7 +44,7 @@ keys:
                        where the pair that is asked for stands: 0 at the start, 1 just before the question
   key_tokens=4, value_tokens=4
                        token ids of a key and of a value
-{answered.USAGE}{ruler.USAGE}  to=FILE.json         what was found; a picture lies beside it, FILE.png
+{packed.USAGE}{answered.USAGE}{ruler.USAGE}  to=FILE.json         what was found; a picture lies beside it, FILE.png
 """
 _TASKS = ("loss", "needle", "recall", *answered.TASKS)
 _DEFAULTS = {
@@ -58,6 +57,7 @@ _DEFAULTS = {
     "key_tokens": "4",
     "value_tokens": "4",
     "to": None,
+    **packed.DEFAULTS,
     **answered.DEFAULTS,
     **ruler.DEFAULTS,
 }
@@ -76,6 +76,7 @@ class Args:
     key_tokens: int
     value_tokens: int
     to: Path | None
+    packed: str | None
     answers: answered.AnswersArgs | None
     ruler: ruler.RulerArgs | None
 
@@ -156,6 +157,7 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         _number("key_tokens", v["key_tokens"]),
         _number("value_tokens", v["value_tokens"]),
         to,
+        packed.format_of(v),
         answered.parse_answers(tasks, v),
         of_ruler,
     )
@@ -195,6 +197,7 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         weights = open_weights(where, args.step)
         recipe = recipe_of(weights, given)
         validate(recipe)
+        packed.check_adapters(recipe, args.packed)
         lengths = _lengths(args, weights, recipe, given)
         settings = {k: str(v) for k, v in vars(args).items()} | {"weights": weights.what}
         facts = {k: v for k, v in flat(recipe).items() if not k.startswith("cluster.")}
@@ -225,8 +228,10 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         for line in (*weights.notes(recipe.model), *filter(None, [data.ends()]), *data.notes()):
             log(line)
         params, buffers = weights.load(programs[lengths[0]])
+        params = packed.pack(programs[lengths[0]].model, params, buffers, args.packed, log)
         results: dict[str, Any] = {
             "weights": weights.what,
+            "packed": args.packed,
             "mesh": dict(mesh.shape),
             "sequence": vars(recipe.sequence),
             "data": {"source": _data_name(recipe), "tokens": data.num_tokens, "held_out": held_out},
@@ -297,8 +302,6 @@ def _main(arguments: list[str]) -> int:
     start_jax(compose(words), "launch.evaluate")
     import jax
 
-    from ejdist.pictures import draw_evaluation
-    from ejdist.training.metrics import write_atomic
     from ejdist.training.recorded import last_step
 
     first = jax.process_index() == 0
@@ -311,8 +314,7 @@ def _main(arguments: list[str]) -> int:
         ruler.add_rows(rows, results, last_step(where) if args.step is None else args.step)
         print(f"added to {rows}")
     if args.to is not None and first:
-        write_atomic(args.to, json.dumps(results, indent=1, allow_nan=False) + "\n")
-        draw_evaluation(results, args.to.with_suffix(".png"), results["weights"])
+        write(args.to, results)
         print(f"written to {args.to} and {args.to.with_suffix('.png').name} next to it")
     return DONE
 

@@ -1,8 +1,10 @@
-"""The lines that `python -m launch.evaluate` prints about losses and recall."""
+"""What `python -m launch.evaluate` says of its results: lines about losses and recall, and the file with its picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -26,3 +28,13 @@ def tell_cells(log: Callable[[str], Any], cells: Sequence[Any]) -> None:
             f"({cell.accuracy:.0%}, 95% in {low:.0%} to {high:.0%}), {cell.tokens_correct:.0%} of tokens, "
             f"log-probability {cell.log_probability:.2f}"
         )
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Writes all results as JSON, and a picture of them beside it."""
+    from ejdist.pictures import draw_evaluation
+    from ejdist.training.metrics import write_atomic
+
+    write_atomic(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
+    form = "" if results["packed"] is None else f", weights={results['packed']}"
+    draw_evaluation(results, path.with_suffix(".png"), results["weights"] + form)

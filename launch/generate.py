@@ -12,17 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch import packed
 from launch.answers import Answers, digest_of
 from launch.errors import DONE, WRONG, run_command
 from launch.evaluation_recipe import FOLDER
-from launch.loaded import check_options, load, recipe_for, tokenizer_of
+from launch.loaded import check_cache, load, recipe_for, tokenizer_of
 from launch.options import check_spelling, file_of
 from launch.prompts import CONVERSATIONS, Prompt, encoder, read_prompts, template_of
 from launch.ruler import context_of
 from launch.train import command, start_jax
 from recipes.arguments import assigned, key_of
 
-USAGE = """usage: python -m launch.generate run.dir=DIR|from=HF_FOLDER prompt=TEXT|prompts=FILE [KEY=VALUE ...]
+USAGE = f"""usage: python -m launch.generate run.dir=DIR|from=HF_FOLDER prompt=TEXT|prompts=FILE [KEY=VALUE ...]
 
   python -m launch.generate run.dir=outputs/long_context prompt="def main():" temperature=0
   python -m launch.generate from=models/Qwen3-8B prompt="Why is the sky blue?" mesh.tp=2
@@ -36,9 +37,9 @@ finished answer is a row that is appended at once; the same command again goes o
 keys:
   step=N               of the checkpoint; default: the last
   prompt=TEXT          one prompt
-  prompts=FILE         a prompt a line; of FILE.jsonl a row each, {"prompt": "..."} or {"messages": [...]}; - for stdin. Where
-                       rows have "answer", a text or a list of them, it is told how many answers have one of these in them. A
-                       line that is no prompt is told, the others are answered, and the exit code is 2
+  prompts=FILE         a prompt a line; of FILE.jsonl a row each, {{"prompt": "..."}} or {{"messages": [...]}}; - for stdin.
+                       Where rows have "answer", a text or a list of them, it is told how many answers have one of these in
+                       them. A line that is no prompt is told, the others are answered, and the exit code is 2
   chat=auto            whether prompts go through the chat template: auto, where a published folder has one, and for runs on
                        conversations; true, false
   max_tokens=256       of an answer
@@ -53,9 +54,7 @@ keys:
   chunk=128            tokens of a prompt that a step takes
   cache=whole          keys and values on each device. whole: those of all tokens; spread: those of its share of each request,
                        split over mesh.sp and mesh.cp, so that n devices hold requests n times as long
-  weights=null         int8, int4, nf4, mxfp4 or mxfp8: pack the layers' matrices in this format after loading (the log names
-                       those that are not packed); null: keep the dtype that the model computes in
-  to=FILE.jsonl        the answers
+{packed.USAGE}  to=FILE.jsonl        the answers
 """
 _DEFAULTS: dict[str, Any] = {
     "step": None,
@@ -73,7 +72,7 @@ _DEFAULTS: dict[str, Any] = {
     "length": None,
     "chunk": "128",
     "cache": "whole",
-    "weights": "null",
+    **packed.DEFAULTS,
     "to": None,
 }
 
@@ -97,7 +96,7 @@ class Args:
     length: int | None
     chunk: int
     cache: str
-    weights: str | None
+    packed: str | None
     to: Path | None
 
     @property
@@ -140,8 +139,8 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
       ValueError: a value is wrong, a key is given twice, or no weights are named.
     """
     from ejdist.generation import Sampling
-    from ejdist.packed import check_format
     from ejdist.paths import check_place
+    from ejdist.training.recorded import last_step
 
     options: dict[str, str] = {}
     where: dict[str, str] = {}
@@ -167,6 +166,8 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     ((key, folder),) = where.items()
     check_place(key, folder)
     if key == "from":
+        if last_step(folder) is not None:
+            raise ValueError(f"from = {folder!r} is the folder of a run: give run.dir={folder}")
         recipe = [FOLDER, assigned("model.init_from", folder), *recipe]
     v = _DEFAULTS | options
     if v["prompt"] is not None and v["prompts"] is not None:
@@ -175,10 +176,8 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         raise ValueError(f"chat = {v['chat']!r} must be auto, true or false")
     if v["cache"] not in ("whole", "spread"):
         raise ValueError(f"cache = {v['cache']!r} must be whole or spread")
-    form = None if v["weights"] == "null" else v["weights"]
-    check_format("weights", form)
     args = Args(
-        weights=form,
+        packed=packed.format_of(v),
         step=None if v["step"] is None else _number("step", v["step"], int, 0),
         prompt=v["prompt"],
         prompts=v["prompts"],
@@ -214,7 +213,8 @@ def generate(
 
     weights = open_weights(where, args.step)
     recipe = recipe_for(where, args.step, words, weights)
-    check_options(recipe, args.cache, args.weights)
+    check_cache(recipe, args.cache)
+    packed.check_adapters(recipe, args.packed)
     tokenizer = tokenizer_of(where, recipe, weights)
     template = template_of(args.chat, CONVERSATIONS, recipe, is_run=FOLDER not in words)
     asked, encode = read_prompts(args.prompt, args.prompts), encoder(tokenizer, template)
@@ -225,7 +225,7 @@ def generate(
             "model": flat(recipe.model),
             "tokenizer": tokenizer.fingerprint,
             **args.sampling,
-            **({} if args.weights is None else {"packed": args.weights}),
+            **({} if args.packed is None else {"packed": args.packed}),
         }
     )
     file = None if args.to is None else Answers(args.to, settings, [one.shown for one in asked])
@@ -251,6 +251,7 @@ def generate(
     if not ids:
         return len(todo)
     model, mesh, params, buffers = load(recipe, weights)
+    params = packed.pack(model, params, buffers, args.packed, log)
     longest = max(len(x) for x in ids.values()) + args.max_tokens
     engine = Engine(
         model,
@@ -264,13 +265,10 @@ def generate(
         decode=tokenizer.decode,
         donate=True,
         cache=args.cache,
-        weights=args.weights,
         platform=recipe.platform,
         experts=vars(recipe.experts),
     )
     chat = ", through the chat template" if template is not None else ""
-    for line in [] if engine.packing is None else engine.packing.lines(engine.weight_bytes):
-        log(line)
     log(f"{weights.what}: {len(ids)} prompt{'s' * (len(ids) > 1)}{chat}")
     log(f"the cache (cache={args.cache}) takes {engine.cache_bytes / 2**20:,.1f} MiB on each device")
     context = context_of(weights, where, recipe.model)

@@ -19,22 +19,13 @@ def recipe_for(where: str, step: int | None, words: Sequence[str], weights: Any)
     return recipe_of(weights, kept)
 
 
-def check_options(recipe: Any, cache: str, packed: str | None) -> None:
-    """Raises ValueError, before anything is loaded, for a cache that nothing splits, and for adapters that cannot be packed.
-
-    Args:
-      cache, packed: the keys `cache` and `weights`.
-    """
+def check_cache(recipe: Any, cache: str) -> None:
+    """Raises ValueError, before anything is loaded, for a cache that nothing splits."""
     from ejdist.mesh import SEQUENCE_AXES
 
     if cache == "spread" and all(recipe.mesh.sizes[axis] == 1 for axis in SEQUENCE_AXES):
         raise ValueError(
             "cache = spread needs several devices along mesh.sp or mesh.cp: give mesh.sp=N, or leave cache out"
-        )
-    if packed is not None and recipe.lora.rank:
-        raise ValueError(
-            f"weights = {packed} packs matrices as they are stored, and those of this run have adapters: merge them first "
-            "(python -m launch.export, for families of checkpoints that it writes), or leave weights out"
         )
 
 

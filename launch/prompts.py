@@ -43,7 +43,7 @@ def read_prompts(prompt: str | None, file: str | None) -> list[Prompt]:
     prompt keeps its number, and the others go on: what is wrong with it is raised where it is encoded, with its line.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none, or the file cannot be read.
     """
     if prompt is not None:
         return [Prompt(prompt)]
@@ -52,7 +52,10 @@ def read_prompts(prompt: str | None, file: str | None) -> list[Prompt]:
     if file in (None, "-"):
         name, content = "stdin", sys.stdin.buffer.read()
     else:
-        name, content = file, Path(file).expanduser().read_bytes()
+        try:
+            name, content = file, Path(file).expanduser().read_bytes()
+        except OSError as error:
+            raise ValueError(f"prompts = {file!r} cannot be read ({error.strerror}): name a file of prompts") from error
     read = _of_row if name.endswith(".jsonl") else _of_line
     prompts = [_read(read, line, f"{name}, line {i}") for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
     if not prompts:

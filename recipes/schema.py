@@ -370,6 +370,8 @@ def _explain(error: BaseException) -> str:
     if not key:
         return first
     first = re.sub(r"Invalid value assigned: (\w+) is not a ListConfig.*", r"\1 is not a list; write [a,b]", first)
+    if kind := re.fullmatch(r"Value (.*) of type '\w+' could not be converted to (Integer|Float)", first):
+        return f"{f'{file}: ' if file else ''}{key[1]} = {kind[1]} must be {'a whole' if kind[2] == 'Integer' else 'a'} number"
     if "not in" not in first:
         return f"{f'{file}: ' if file else ''}{key[1]}: {first}"
     if key[1] in GROUPS and key[1] not in keys_of() and file.startswith(f"{key[1]}/"):

@@ -248,7 +248,7 @@ _TOLD = (
     ),
     (
         "lora.rank=16 trains adapters, lora.base=int8 of a model in 8 bits; parameters that are trained are float32; "
-        "launch.generate weights=int4 generates in 4 bits",
+        "launch.generate weights=int4 generates in 4 bits, and launch.evaluate weights=int4 measures what that loses",
         "use_peft peft qlora load_in_4bit load_in_8bit quantization quantize",
     ),
     (

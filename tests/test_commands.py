@@ -82,7 +82,7 @@ def test_a_variant_of_every_group_may_be_a_file_of_the_user(mine):
     [
         ({"recipe__mine": f"{GLOBAL}run:\n  stpes: 7\n"}, [],
          "unknown key 'run.stpes' in recipe/mine.yaml; did you mean 'run.steps'"),
-        ({"recipe__mine": f"{GLOBAL}run:\n  steps: x7\n"}, [], "recipe/mine.yaml: run.steps: Value 'x7' of type 'str'"),
+        ({"recipe__mine": f"{GLOBAL}run:\n  steps: x7\n"}, [], "recipe/mine.yaml: run.steps = 'x7' must be a whole number"),
         ({"recipe__mine": "run:\n  steps: 7\n"}, [], "recipe/mine.yaml must begin with the line '# @package _global_'"),
         ({"recipe__mine": f"{GLOBAL}run:\n  steps: [7\nfoo: 3\n"}, [], "recipe/mine.yaml, line 4: expected ',' or ']'"),
         ({"recipe__mine": f"{GLOBAL}defaults:\n  - override /model: 9b\n"}, [], "asks for model/9b.yaml, which is not there"),

@@ -15,7 +15,8 @@ from ejdist.training.data.tokenizer import ByteTokenizer
 from launch.answers import Answers, digest_of
 from launch.errors import DONE, WRONG
 from launch.generate import main, parse
-from launch.loaded import check_options
+from launch.loaded import check_cache
+from launch.packed import check_adapters
 from launch.prompts import Prompt, encoder, read_prompts
 from recipes.schema import compose
 
@@ -56,17 +57,26 @@ def test_wrong_keys_are_one_sentence(words, message):
         parse(words)
 
 
+def test_the_folder_of_a_run_and_a_file_that_is_not_there_are_named(tmp_path):
+    (tmp_path / "checkpoints/4").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^from = '{tmp_path}' is the folder of a run: give run.dir={tmp_path}$"):
+        parse([f"from={tmp_path}"])
+    with pytest.raises(ValueError, match=r"^prompts = '/nowhere.txt' cannot be read \(No such file or directory\)"):
+        read_prompts(None, "/nowhere.txt")
+
+
 def test_a_cache_that_nothing_splits_and_packed_adapters_are_refused_before_anything_is_loaded():
-    check_options(compose(["mesh.sp=2"]), "spread", "int8")
-    check_options(compose(["mesh=single", "lora.rank=4"]), "whole", None)
+    check_cache(compose(["mesh.sp=2"]), "spread")
+    check_adapters(compose(["mesh.sp=2"]), "int8")
+    check_adapters(compose(["mesh=single", "lora.rank=4"]), None)
     with pytest.raises(
         ValueError, match=r"cache = spread needs several devices along mesh\.sp or mesh\.cp: give mesh\.sp=N"
     ):
-        check_options(compose(["mesh=single"]), "spread", None)
+        check_cache(compose(["mesh=single"]), "spread")
     with pytest.raises(
         ValueError, match=r"weights = int4 packs .*adapters: merge them first \(python -m launch\.export"
     ):
-        check_options(compose(["lora.rank=4"]), "whole", "int4")
+        check_adapters(compose(["lora.rank=4"]), "int4")
 
 
 def test_prompts_of_a_file(tmp_path, monkeypatch):

@@ -374,7 +374,7 @@ def test_what_is_packed_is_not_quantised_again():
 def test_what_cannot_be_packed_is_one_sentence():
     with pytest.raises(ValueError, match=r"^weights = 'int5' is unknown; use int8, int4, nf4, mxfp4, mxfp8, or null"):
         parse(["run.dir=x", "weights=int5"])
-    assert parse(["run.dir=x", "weights=nf4"])[0].weights == "nf4" and parse(["run.dir=x"])[0].weights is None
+    assert parse(["run.dir=x", "weights=nf4"])[0].packed == "nf4" and parse(["run.dir=x"])[0].packed is None
     small = DecoderConfig(vocab_size=64, model_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=48).build()
     with pytest.raises(ValueError, match=r"^Engine: argument 'weights' = 'int5' is unknown"):
         Engine(small, {}, weights="int5")

@@ -141,7 +141,7 @@ def test_a_layer_has_a_section_of_its_own():
         "model.short_conv.taps=a whole number\n  Tokens that the convolution sees, this one and those before it.\n  default: 4"
     )
     for words, said in (
-        ("model.short_conv.taps=many", "model.short_conv.taps: .*Integer"),
+        ("model.short_conv.taps=many", "model.short_conv.taps = 'many' must be a whole number"),
         ("model.short_conv.tapes=3", "unknown key 'model.short_conv.tapes'; did you mean 'model.short_conv.taps'"),
     ):
         with pytest.raises(RecipeError, match=said):

@@ -103,7 +103,8 @@ def open_weights(where: str, step: int | None = None) -> Weights:
     if not (folder / "checkpoints").is_dir() and not has_steps(folder):
         what = "has neither checkpoints nor config.json" if folder.is_dir() else "is no folder"
         raise ValueError(
-            f"{where!r} {what}; give the run.dir of a run, or model.init_from=DIR with config.json and safetensors"
+            f"{where!r} {what}; give run.dir=DIR of a run, or a folder with config.json and safetensors (model.init_from=DIR, "
+            "and from=DIR of launch.generate)"
         )
     return _of_run(Run(folder, step))
 

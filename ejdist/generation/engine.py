@@ -267,7 +267,7 @@ class Engine:
         if len(ids) + max_tokens > room:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens and max_tokens = {max_tokens} exceed the {room} tokens of a request: "
-                "shorten one of them, or raise length or pages of the Engine"
+                "shorten one of them, or raise length, or pages of an Engine"
             )
         request = Request(self._next, ids, max_tokens, sampling, stops, self._pages.digests(ids))
         self._next += 1

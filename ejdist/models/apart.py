@@ -20,10 +20,10 @@ from ejdist.layout import row_of
 from ejdist.models.config import DecoderShape
 from ejdist.models.kept import Arrays, Serving
 from ejdist.models.packing import Packing
-from ejdist.models.parameters import Param
+from ejdist.models.parameters import Param, cast
 from ejdist.models.part import LayerContext, Part
-from ejdist.models.stack import cast, check_rows, layers_of, parts_of, used
-from ejdist.packed import of_experts, packed_rows
+from ejdist.models.stack import check_rows, layers_of, parts_of, used
+from ejdist.packed import Packed, of_experts, packed_rows, stacked
 
 Layers = list[dict[str, tuple[Any, ...]]]  # of each layer, by part: (parameters, buffers)
 
@@ -41,7 +41,7 @@ def layers_apart(
     Args:
       params, buffers: as declared by `declare_layers` and `declare_buffers`.
       donate: free each stack of the parameters when its rows are copied: beside the rows there is then one stack at a time.
-      packing: which matrices are packed, if any are.
+      packing: which matrices are packed, if any are; those that are packed already (`packed_layers`) stay so.
 
     Raises:
       ValueError: a stack has the wrong number of rows.
@@ -49,11 +49,9 @@ def layers_apart(
     check_rows(c, range(c.num_layers), dict(params), buffers)
 
     def matrices(name: str, p: Param) -> list[Any]:
-        dtype = c.compute_dtype if p.cast else None
         if packing is None or name not in packing.packed:
-            return rows_of(params[name], dtype, donate)
-        dtype, sums = dtype or params[name].dtype, len(p.inputs.split())
-        return packed_rows(params[name], sums, packing.form, dtype, donate, of_experts(p.dims.split()))
+            return rows_of(params[name], c.compute_dtype if p.cast else None, donate)
+        return _packed(params[name], p, c, packing.form, donate)
 
     rows = {}
     for name, part in parts_of(c).items():
@@ -70,8 +68,28 @@ def layers_apart(
     return layers
 
 
+def packed_layers(
+    params: Mapping[str, Any], c: DecoderShape, packing: Packing, *, donate: bool = False
+) -> dict[str, Any]:
+    """Returns the stacks of all layers, in which those of a packing are packed: what `run_layers` and `layers_apart` take.
+
+    Args:
+      params: as declared by `declare_layers`.
+      donate: free each stack that is packed once it is.
+    """
+    declared = {name: p for part in parts_of(c).values() for name, p in part.declare(c).items()}
+    packed = {name: stacked(_packed(params[name], declared[name], c, packing.form, donate)) for name in packing.packed}
+    return {**params, **packed}
+
+
+def _packed(stack: Any, p: Param, c: DecoderShape, form: str, donate: bool) -> list[Packed]:
+    """Returns the rows of a stack of matrices, packed as they are in the dtype that the model computes in."""
+    dtype, sums = c.compute_dtype if p.cast else stack.dtype, len(p.inputs.split())
+    return packed_rows(stack, sums, form, dtype, donate, of_experts(p.dims.split()))
+
+
 def rows_of(stack: Any, dtype: Any, donate: bool) -> list[Any]:
-    """Returns the rows of a stack, an array or `Frozen`, as arrays of their own, sharded like the stack.
+    """Returns the rows of a stack, an array, `Frozen` or `Packed`, as arrays of their own, sharded like the stack.
 
     Args:
       dtype: of the rows of an array, and of the adapter of a frozen one; None for that of the stack.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -317,7 +318,8 @@ class DecoderShape:
         ignored = [name for name in plain if getattr(self, name) != getattr(DecoderShape, name)]
         if ignored and not self.plain():
             raise ValueError(
-                f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
+                f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out, or "
+                f"give model.{ignored[0]}={json.dumps(getattr(DecoderShape, ignored[0]))} where the recipe has it"
             )
         self._validate_rope(parts)
         for part, (section, shape, size) in SECTIONS.items():

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.models import ahead
-from ejdist.models.apart import layers_apart, run_apart
+from ejdist.models.apart import layers_apart, packed_layers, run_apart
 from ejdist.models.config import REMAT, DecoderShape
 from ejdist.models.kept import Arrays, Cached, Serving
 from ejdist.models.mixture import has_experts
@@ -285,8 +285,11 @@ def cached(c: DecoderShape) -> Cached:
     def packing(params: dict, buffers: Mapping[str, Any] | None, form: str) -> Packing:
         return packing_of(params, c, form)
 
+    def packed(params: dict, packing: Packing, *, donate: bool = False) -> dict[str, Any]:
+        return {**params, "layers": packed_layers(params["layers"], c, packing, donate=donate)}
+
     step = partial(cached_step, c=c)
-    return Cached(declared, partial(apart, c=c), packing, step, c.compute_dtype, c.vocab_size, refused)
+    return Cached(declared, partial(apart, c=c), packing, packed, step, c.compute_dtype, c.vocab_size, refused)
 
 
 def apart(

@@ -57,7 +57,9 @@ class Cached(NamedTuple):
     declared: part -> (how many layers have it, operation -> what it keeps).
     apart: (params, buffers, *, donate, packing) -> weights: what a step takes of them, each layer's matrices as arrays of their
       own, in the compute dtype; `donate` frees what is copied.
-    packing: (params, buffers, form) -> `Packing`: which of them `apart` packs in that format of `ejdist.packed`.
+    packing: (params, buffers, form) -> `Packing`: which of them are packed in that format of `ejdist.packed`.
+    packed: (params, packing, *, donate) -> params with those packed, which the forward pass and `apart` take too; `donate`
+      frees what is packed.
     step: (weights, batch, kept, ops, serving) -> (logits of the last token of each row, float32 [B, V]; what is kept after
       it). The batch's tokens are at the end of their rows.
     """
@@ -65,6 +67,7 @@ class Cached(NamedTuple):
     declared: dict[str, tuple[int, dict[str, Kept]]]
     apart: Callable[..., Any]
     packing: Callable[..., Any]
+    packed: Callable[..., Any]
     step: Callable[..., tuple[jax.Array, Arrays]]
     dtype: str
     vocab_size: int

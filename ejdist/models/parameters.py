@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejdist.frozen import Frozen
 from ejdist.layout import check_dims
+from ejdist.packed import Packed
 
 
 def _normal(p: Param, key: jax.Array) -> jax.Array:
@@ -125,3 +127,11 @@ def shapes(declared: Any) -> Any:
 def num_parameters(declared: Any) -> int:
     """Returns how many numbers the parameters hold."""
     return sum(p.size for p in jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, Param)))
+
+
+def cast(weight: Any, dtype: Any) -> Any:
+    """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it; a packed one was
+    rounded before it was packed."""
+    if isinstance(weight, Packed):
+        return weight
+    return weight.adapter_in(dtype) if isinstance(weight, Frozen) else weight.astype(dtype)

@@ -20,7 +20,7 @@ from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, parts_of_k
 from ejdist.models.in_turn import apart, in_turn
 from ejdist.models.kept import Kept
 from ejdist.models.model import Metrics
-from ejdist.models.parameters import Param
+from ejdist.models.parameters import Param, cast
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.parts import PARTS
 from ejdist.models.remat import REMAT, Remat
@@ -223,11 +223,6 @@ def rematerialised(layer: Callable, remat: Remat, parts: list[Part], *, in_scan:
     return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
 
 
-def cast(weight: Any, dtype: Any) -> Any:
-    """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it."""
-    return weight.adapter_in(dtype) if isinstance(weight, Frozen) else weight.astype(dtype)
-
-
 def used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> dict[str, Any]:
     """Returns the parameters of one layer as its part takes them: of those that are frozen, what `project` alone multiplies
     with stays as it is stored, and the others become arrays; what is multiplied in 8 bits says so."""
@@ -297,9 +292,9 @@ def check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[str
         needed = rows.stop - rows.start
         stacks = {key: params[key] for key in parts[name].declare(c) if key in params or needed} | buffers.get(name, {})
         for key, stack in stacks.items():
-            if stack.shape[0] != needed:
+            if (rows_here := jax.tree.leaves(stack)[0].shape[0]) != needed:
                 raise ValueError(
-                    f"layers: {key} has {stack.shape[0]} rows, but layers {which.start} to {which.stop - 1} need {needed}, "
+                    f"layers: {key} has {rows_here} rows, but layers {which.start} to {which.stop - 1} need {needed}, "
                     f"one per layer with the part {name!r}: pass only the rows of these layers, see `rows_of`"
                 )
 

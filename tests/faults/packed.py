@@ -4,6 +4,7 @@ from faults import Fault
 
 TESTS = "tests/test_packed.py"
 TEXTS = f"{TESTS} -k 'texts and int4'"
+EVALUATED = "tests/test_evaluate_packed.py -k losses"
 SLOW = f"{TESTS} -m slow -k 'texts and fsdp'"
 
 FAULTS = (
@@ -23,9 +24,9 @@ FAULTS = (
     ),
     Fault(
         "matrices are packed as they are stored, not as the model computes",
-        "models/apart:layers_apart.matrices",
-        "$dtype or $params[$name].dtype",
-        "$params[$name].dtype",
+        "models/apart:_packed",
+        "$c.compute_dtype if $p.cast else $stack.dtype",
+        "$stack.dtype",
         f"{TESTS} -k freed",
     ),
     Fault(
@@ -171,8 +172,36 @@ FAULTS = (
     Fault(
         "weights of another packing are answers of the same settings",
         "launch/generate:generate",
-        "{} if $args.weights is None else {'packed': $args.weights}",
+        "{} if $args.packed is None else {'packed': $args.packed}",
         "{}",
         "tests/test_generate.py -m slow -k texts_of_a_run",
+    ),
+    Fault(
+        "an evaluation packs nothing",
+        "launch/evaluate:evaluate",
+        "$params = packed.pack($$arguments)",
+        "packed.pack($$arguments)",
+        EVALUATED,
+    ),
+    Fault(
+        "the layers of a packed stack are in reverse order",
+        "packed:stacked",
+        "jnp.stack($x)",
+        "jnp.stack($x[::-1])",
+        EVALUATED,
+    ),
+    Fault(
+        "the results do not name the format that they are of",
+        "launch/evaluate.py",
+        '"packed": args.packed,',
+        '"packed": None,',
+        EVALUATED,
+    ),
+    Fault(
+        "adapters of a run that is evaluated are left out in silence",
+        "launch/packed:check_adapters",
+        "$form is not None and recipe.lora.rank",
+        "False",
+        "tests/test_evaluate_packed.py -k sentence",
     ),
 )

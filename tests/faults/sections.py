@@ -170,8 +170,8 @@ FAULTS = (
     Fault(
         "a stage takes rows of other layers",
         "stack:check_rows",
-        "$stack.shape[0] != $needed",
-        "$stack.shape[0] < $needed",
+        "($rows := jax.tree.leaves($stack)[0].shape[0]) != $needed",
+        "($rows := jax.tree.leaves($stack)[0].shape[0]) < $needed",
         f"{LAYERS} -k no_rows",
     ),
     Fault(

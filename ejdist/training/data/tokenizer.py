@@ -194,7 +194,8 @@ def tokenizer_file(path: str | os.PathLike) -> Any:
         else "give one that has"
     )
     raise ValueError(
-        f"data.tokenizer = {str(path)!r} is a folder without tokenizer.json; {how}, or data.tokenizer=FILE"
+        f"data.tokenizer = {str(path)!r} is a folder without tokenizer.json; {how}, or data.tokenizer=FILE, or "
+        "data.tokenizer=bytes for a model of bytes"
     )
 
 
