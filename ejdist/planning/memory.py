@@ -27,7 +27,7 @@ from ejdist.narrow_loss import bytes_at_work
 from ejdist.planning import orthogonal
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.share import share_of
-from ejdist.precision import gathers_blocks
+from ejdist.precision import BF16, gathers_blocks
 from ejdist.training.offload import is_offloaded, is_stack
 from ejdist.training.optimizer import matrices_in, state_bytes
 from ejdist.training.program import check_sizes, param_shardings
@@ -279,7 +279,7 @@ def _at_work(layers: list[list[PartBytes]], platform: str) -> int:
 def _in_8_bits(c: Any, stacks: list[Stored], share: Share) -> int:
     """Returns the bytes of matrices that are kept in 8 bits for the backward, without their scales: of those that are not
     gathered, and of the stored parts of those in blocks. Experts quantise theirs in both directions."""
-    if not share.remat.products:
+    if c.precision == BF16 or not share.remat.products:
         return 0
     names = {*narrow_matrices(c)[0]} - {*why_stay(c)}
     mine = [p for p in stacks if p.path.split(".")[1] in names]
