@@ -37,8 +37,11 @@ def with_settings_of_run(where: str, step: int | None, words: Sequence[str], log
         mesh = {k.partition(".")[2]: v for k, v in inherited.items() if k.startswith("mesh.") and v not in (1, False)}
         source = inherited.get("data.source")
         data = [f"data.source={source}" if source is not None else "its mixture"] if "data.source" in inherited else []
-        tokenizer = inherited.get("data.tokenizer")
-        log(f"from the run: {', '.join([*data, f'mesh {mesh or "of one"}', f'data.tokenizer={tokenizer}'])}")
+        named_mesh = any(key.partition(".")[0] == "mesh" for key in named)
+        of_mesh = [] if named_mesh and not mesh else [f"mesh {mesh or 'of one'}"]
+        tokenizer = [f"data.tokenizer={inherited['data.tokenizer']}"] if "data.tokenizer" in inherited else []
+        if told := [*data, *of_mesh, *tokenizer]:
+            log(f"from the run: {', '.join(told)}")
     return [*(f"{key}={_override(value, written)}" for key, value in inherited.items()), *words]
 
 

@@ -114,6 +114,7 @@ def test_what_is_named_replaces_what_the_run_had(evaluated):
     words = with_settings_of_run(
         str(evaluated.folder), None, ["mesh=single", "data.source=a.txt", "data.sequence_length=32"], taken.append
     )
+    assert taken == ["from the run: data.tokenizer=bytes"]
     recipe = compose(words)
     assert (recipe.mesh.sp, recipe.data.source, recipe.data.sequence_length) == (1, "a.txt", 32)
     assert recipe.data.global_batch == 2 and recipe.sequence.order == "zigzag"
