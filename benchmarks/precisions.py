@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks.measure import provenance
 from benchmarks.moments import losses_of
 from benchmarks.options import split
-from ejdist.precision import BF16
+from ejdist.precision import BF16, check_precision
+from ejdist.training.metrics import write_atomic
 
 HERE = Path(__file__).parent
 OPTIONS = {
@@ -72,12 +73,21 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns results of one commit, recipe and number of steps as one, each from seeds of its own.
 
     Raises:
-      SystemExit: two results differ in more than their seeds, or have a seed in common.
+      SystemExit: a result lacks runs, two differ in more than their seeds, or have a seed in common.
     """
+    for i, result in enumerate(results, 1):
+        if "seeds" not in result:
+            raise SystemExit(f"join: result {i} does not say its seeds; it is of an earlier version: measure it again")
+        for name, of in result["losses"].items():
+            if len(of) != len(result["seeds"]):
+                raise SystemExit(
+                    f"join: result {i} has {len(of)} of {len(result['seeds'])} runs of {name}: it was stopped; "
+                    "measure the others from a first= and seeds= of their own"
+                )
     whole, *others = results
     seeds, losses = list(whole["seeds"]), {name: list(of) for name, of in whole["losses"].items()}
     for other in others:
-        for key in ("commit", "device", "recipe", "keys", "steps"):
+        for key in ("commit", "device", "recipe", "keys", "steps", "span"):
             if other[key] != whole[key]:
                 raise SystemExit(f"join: {key} must be the same in all results, got {whole[key]} and {other[key]}")
         if set(other["losses"]) != set(losses):
@@ -140,7 +150,7 @@ def table(result: dict[str, Any]) -> str:
 
 def keep(result: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result) + "\n")
+    write_atomic(path, json.dumps(result) + "\n")
 
 
 def main(argv: list[str]) -> None:
@@ -152,14 +162,26 @@ def main(argv: list[str]) -> None:
         )
     out = Path(o["out"]) if o["out"] else HERE / "results" / "precisions" / "nano.json"
     if o["join"]:
-        if keys:
-            raise SystemExit(f"join= takes results as they are, and no keys of a recipe: leave out {' '.join(keys)}")
-        result = joined([json.loads(Path(name).read_text()) for name in o["join"].split(",")])
+        others = [
+            *keys,
+            *(f"{name}={o[name]}" for name in OPTIONS if name not in ("join", "out") and o[name] != OPTIONS[name]),
+        ]
+        if others or not o["out"]:
+            raise SystemExit(
+                "join= takes results as they are, and out=FILE: "
+                + (f"leave out {' '.join(others)}" if others else "give the file to write")
+            )
+        files = [Path(name) for name in o["join"].split(",")]
+        if absent := [str(file) for file in files if not file.is_file()]:
+            raise SystemExit(f"join: there is no file {absent[0]!r}; write join=FILE,FILE")
+        result = joined([json.loads(file.read_text()) for file in files])
     else:
-        seeds = range(o["first"], o["first"] + o["seeds"])
+        names, seeds = o["precisions"].split(","), range(o["first"], o["first"] + o["seeds"])
         said = {**provenance(o["commit"]), "device": jax.devices()[0].device_kind, "recipe": RECIPE, "keys": keys}
         said |= {"steps": o["steps"], "span": SPAN, "seeds": list(seeds)}
-        for losses in compared(o["steps"], seeds, o["precisions"].split(","), " ".join(keys)):
+        for name in names:
+            check_precision(name.removesuffix(HEAD), ())
+        for losses in compared(o["steps"], seeds, names, " ".join(keys)):
             result = {**said, "losses": losses}
             keep(result, out)  # should a later run be stopped
     keep(result, out)

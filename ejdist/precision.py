@@ -8,7 +8,8 @@ tokens dy has blocks of 128 by 128 too: with fine scales of both operands an H20
 
 An array is read once for both of its operands (`kernels.quantize_both_ways`). That of x for `dw` is made in the forward and
 kept for the backward, in place of x: one byte a number. Products of one x, as queries, keys and values, share its operands.
-That of w for `dx` is made in the forward too, and kept in place of w; where w was gathered, it is gathered and quantised again.
+That of w for `dx` is made in the forward too, and kept in place of w. Where w was gathered, its stored part is kept in blocks
+of 8 bits and gathered again; with other scales w is gathered and quantised again.
 """
 
 from __future__ import annotations

@@ -228,10 +228,11 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         for line in (*weights.notes(recipe.model), *filter(None, [data.ends()]), *data.notes()):
             log(line)
         params, buffers = weights.load(programs[lengths[0]])
-        params = packed.pack(programs[lengths[0]].model, params, buffers, args.packed, log)
+        params, stays = packed.pack(programs[lengths[0]].model, params, buffers, args.packed, log)
         results: dict[str, Any] = {
             "weights": weights.what,
             "packed": args.packed,
+            "not_packed": stays,
             "mesh": dict(mesh.shape),
             "sequence": vars(recipe.sequence),
             "data": {"source": _data_name(recipe), "tokens": data.num_tokens, "held_out": held_out},

@@ -251,7 +251,7 @@ def generate(
     if not ids:
         return len(todo)
     model, mesh, params, buffers = load(recipe, weights)
-    params = packed.pack(model, params, buffers, args.packed, log)
+    params, _ = packed.pack(model, params, buffers, args.packed, log)
     longest = max(len(x) for x in ids.values()) + args.max_tokens
     engine = Engine(
         model,

@@ -30,9 +30,11 @@ def check_adapters(recipe: Any, form: str | None) -> None:
         )
 
 
-def pack(model: Any, params: Any, buffers: Any, form: str | None, log: Callable[[str], Any]) -> Any:
-    """Returns the parameters with the layers' matrices packed, and logs the bytes before and after, and what stays as it is.
-    The stacks that are packed are freed. With no format it returns the parameters.
+def pack(
+    model: Any, params: Any, buffers: Any, form: str | None, log: Callable[[str], Any]
+) -> tuple[Any, list[str] | None]:
+    """Returns (the parameters with the layers' matrices packed, the names of parameters that stay as they are), and logs the
+    bytes before and after. The stacks that are packed are freed. With no format it returns (the parameters, None).
 
     Raises:
       ValueError: no matrix of the model can be packed so.
@@ -40,7 +42,7 @@ def pack(model: Any, params: Any, buffers: Any, form: str | None, log: Callable[
     import jax
 
     if form is None:
-        return params
+        return params, None
     if model.cached is None:
         raise ValueError(
             f"weights = {form!r} packs matrices of a decoder of ejdist.models, and this model is none; leave it out"
@@ -49,4 +51,4 @@ def pack(model: Any, params: Any, buffers: Any, form: str | None, log: Callable[
     params = model.cached.packed(params, packing, donate=True)
     for line in packing.lines(sum(x.nbytes for x in jax.tree.leaves(params))):
         log(line)
-    return params
+    return params, [name for names in packing.stays.values() for name in names]

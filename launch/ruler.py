@@ -201,7 +201,7 @@ def place_of_rows(where: str, log: Callable[[str], Any]) -> Path | None:
 
 def add_rows(path: Path, results: Mapping[str, Any], step: int | None) -> None:
     """Adds a row to the run's file for each task and length, with the settings that distinguish this evaluation from others."""
-    of_all = {key: results[key] for key in ("seed", "mesh", "packed")}
+    of_all = {key: results[key] for key in ("seed", "mesh", "packed", "not_packed")}
     facts = {"step": step, "essays": results["ruler"]["essays"], **of_all}
     rows = [json.dumps(facts | row, allow_nan=False) + "\n" for row in results["ruler"]["rows"]]
     with path.open("a", encoding="utf-8") as file:

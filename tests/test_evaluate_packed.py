@@ -68,7 +68,8 @@ def test_losses_and_answers_are_those_of_the_numbers_that_are_packed(kind, form,
     told = capsys.readouterr().out
     wanted = measured(rounded, corpus, *words)
     assert f"weights={form}: " in told and "  not packed: embedding, final_norm" in told
-    assert (packed["packed"], wanted["packed"]) == (form, None)
+    assert (packed["packed"], wanted["packed"], wanted["not_packed"]) == (form, None, None)
+    assert {"embedding", "final_norm"} <= {*packed["not_packed"]} and not {"query", "down"} & {*packed["not_packed"]}
     for place in ("document", "row"):
         for a, b in zip(packed["loss"]["64"][place], wanted["loss"]["64"][place], strict=True):
             assert a["tokens"] == b["tokens"] and a["sum"] == pytest.approx(b["sum"], rel=2e-5)

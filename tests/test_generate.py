@@ -188,7 +188,10 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
         assert "name another file" in capfd.readouterr().err
     assert main([*how, "prompt=def ", "weights=int8"]) == DONE
     packed, told = capfd.readouterr()
-    assert re.search(r"^weights=int8: [\d.]+ MB of weights become [\d.]+ MB$", told, re.MULTILINE) and packed
+    assert (
+        re.search(r"^weights=int8: [\d.]+ MB of weights, as they are stored, become [\d.]+ MB$", told, re.MULTILINE)
+        and packed
+    )
     assert "  not packed: key, value, " in told and "outside of the layers" in told and "tokens/s" in told
     for words, message in (
         (["prompt="], "the prompt is empty"),

@@ -247,7 +247,10 @@ def test_what_has_no_whole_groups_stays(width, form, axes, stays):
     assert {why: [*names] for why, names in packing.stays.items() if why != "outside of the layers"} == stays
     total = sum(x.nbytes for x in jax.tree.leaves(params))
     first, *others = packing.lines(total // 4)
-    assert first == f"weights={form}: {total / 1e6:.2f} MB of weights become {total // 4 / 1e6:.2f} MB"
+    assert (
+        first
+        == f"weights={form}: {total / 1e6:.2f} MB of weights, as they are stored, become {total // 4 / 1e6:.2f} MB"
+    )
     share = params["layers"]["down"].nbytes / total
     expected = [f"  not packed: down, {share:.1%} of the {total / 1e6:.2f} MB: {why}" for why in stays]
     assert others[:-1] == expected and others[-1].startswith("  not packed: embedding, final_norm, ")

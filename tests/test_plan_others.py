@@ -116,8 +116,9 @@ def test_products_in_8_bits_take_less_time_and_their_operands_some():
 def test_plans_count_the_matrices_that_are_kept_in_8_bits():
     words = "recipe=long_context model=1b data.sequence_length=8192 data.global_batch=4 "
     kept = {}
-    one, four = ((1, "fp8_row", "dots"), (1, "fp8_row", "attention"), (1, "bf16", "dots")), ("fp8_row", "fp8_block")
-    for devices, precision, remat in (*one, *((4, precision, "dots") for precision in four)):
+    one = ((1, "fp8_row", "dots"), (1, "fp8_row", "attention"), (1, "bf16", "dots"))
+    four = ((4, "fp8_row", "dots"), (4, "fp8_block", "dots"), (4, "fp8_row", "none"))
+    for devices, precision, remat in (*one, *four):
         more = f"mesh.fsdp={devices} mesh.sp=1 model.precision={precision} model.remat={remat}"
         sections, target = compose((words + more).split()), target_of(None, devices, "h200", None)
         classes = (
@@ -134,6 +135,7 @@ def test_plans_count_the_matrices_that_are_kept_in_8_bits():
         (1, "bf16", "dots"): (0, 2 * numbers),
         (4, "fp8_row", "dots"): (0, numbers // 2),
         (4, "fp8_block", "dots"): (numbers // 4, 0),
+        (4, "fp8_row", "none"): (numbers, 0),  # all that a forward has is kept, gathered matrices too
     }
 
 

@@ -60,7 +60,23 @@ def test_results_of_several_devices_are_joined(tmp_path, monkeypatch):
     assert result["seeds"] == [0, 1, 2, 3]
     assert [x[-1] for x in result["losses"]["fp8_row"]] == [2.0, 3.0, 4.0, 5.0]
     with pytest.raises(SystemExit, match="seeds of their own; two have \\[0, 1\\]: give first="):
-        precisions.main([f"join={files[0]},{files[0]}"])
+        precisions.main([f"join={files[0]},{files[0]}", f"out={out}"])
     (tmp_path / "other.json").write_text(json.dumps({**result, "steps": 400}))
     with pytest.raises(SystemExit, match="steps must be the same in all results, got 200 and 400"):
-        precisions.main([f"join={files[0]},{tmp_path / 'other.json'}"])
+        precisions.main([f"join={files[0]},{tmp_path / 'other.json'}", f"out={out}"])
+    stopped = {**result, "losses": {**result["losses"], "fp8_row": result["losses"]["fp8_row"][:1]}}
+    (tmp_path / "other.json").write_text(json.dumps(stopped))
+    for words, message in (
+        (
+            [f"join={files[0]},{tmp_path / 'other.json'}", f"out={out}"],
+            "result 2 has 1 of 4 runs of fp8_row: it was stopped",
+        ),
+        ([f"join={files[0]},{tmp_path / 'none.json'}", f"out={out}"], "there is no file '.*none.json'"),
+        ([f"join={files[0]}", "seeds=7", f"out={out}"], "leave out seeds=7"),
+        ([f"join={files[0]}"], "give the file to write"),
+        ([f"join={files[0]}", "model=1b", f"out={out}"], "leave out model=1b"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            precisions.main(words)
+    with pytest.raises(ValueError, match=r"model\.precision = 'fp9' is unknown"):
+        precisions.main(["precisions=fp9", f"out={out}"])

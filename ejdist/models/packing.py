@@ -29,7 +29,7 @@ class Packing:
 
     def lines(self, after: int) -> list[str]:
         """Returns the lines to log. after: bytes of all parameters once these are packed."""
-        told = [f"weights={self.form}: {_size(self.before)} of weights become {_size(after)}"]
+        told = [f"weights={self.form}: {_size(self.before)} of weights, as they are stored, become {_size(after)}"]
         for why, names in self.stays.items():
             share = sum(names.values()) / self.before
             told.append(f"  not packed: {', '.join(names)}, {share:.1%} of the {_size(self.before)}: {why}")

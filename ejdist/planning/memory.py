@@ -170,8 +170,10 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
         whole = max(_gathered(c, [p for p in of.frozen if p.path.startswith("layers.")], None, b).values())
     gathered_head = b * head if split or b != table.itemsize else 0
     of_head = 4 * head if trains else 0  # the gradient of the output projection
-    in_8_bits = _in_8_bits(c, stacks, share)
-    copies_after = max(0, copies - b * in_8_bits)  # of others than these, which the backward does not read
+    narrow = _in_8_bits(c, stacks, share)
+    in_8_bits = sum(p.used if share.remat.rest else p.local for p in narrow)
+    # Of others than these, which the backward does not read.
+    copies_after = max(0, copies - b * sum(p.local for p in narrow))
     logits = (4 + b) * vocabulary * rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
     if c.precision_head and trains:
         logits = bytes_at_work(share.tokens, c.model_dim, vocabulary, c.precision, b)
@@ -276,14 +278,14 @@ def _at_work(layers: list[list[PartBytes]], platform: str) -> int:
     return max([p.work + p.gpu_work for p in each] + beside) + max(p.gpu_zeros for p in each)
 
 
-def _in_8_bits(c: Any, stacks: list[Stored], share: Share) -> int:
-    """Returns the bytes of matrices that are kept in 8 bits for the backward, without their scales: of those that are not
-    gathered, and of the stored parts of those in blocks. Experts quantise theirs in both directions."""
+def _in_8_bits(c: Any, stacks: list[Stored], share: Share) -> list[Stored]:
+    """Returns the matrices that are kept in 8 bits for the backward: those that are not gathered, and the stored parts of those
+    in blocks; all as they are used, where everything of the forward is kept. Experts quantise theirs in both directions."""
     if c.precision == BF16 or not share.remat.products:
-        return 0
+        return []
     names = {*narrow_matrices(c)[0]} - {*why_stay(c)}
     mine = [p for p in stacks if p.path.split(".")[1] in names]
-    return sum(p.local for p in mine if not p.over or gathers_blocks(c.precision))
+    return [p for p in mine if share.remat.rest or not p.over or gathers_blocks(c.precision)]
 
 
 def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0, every: bool = False) -> dict[str, int]:

@@ -179,8 +179,8 @@ FAULTS = (
     Fault(
         "an evaluation packs nothing",
         "launch/evaluate:evaluate",
-        "$params = packed.pack($$arguments)",
-        "packed.pack($$arguments)",
+        "$params, $stays = packed.pack($$arguments)",
+        "_, $stays = packed.pack($$arguments)",
         EVALUATED,
     ),
     Fault(

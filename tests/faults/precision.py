@@ -86,14 +86,21 @@ FAULTS = (
     Fault(
         "8 bits: plans have matrices in the compute dtype beside those that are kept in 8 bits",
         "planning/memory:memory",
-        "max(0, $copies - $b * $in_8_bits)",
+        "max(0, $copies - $b * $kept)",
         "$copies",
+        "tests/test_plan_others.py -k kept_in_8_bits",
+    ),
+    Fault(
+        "8 bits: plans keep the parts alone where everything is kept",
+        "planning/memory:memory",
+        "$p.used if $share.remat.rest else $p.local",
+        "$p.local",
         "tests/test_plan_others.py -k kept_in_8_bits",
     ),
     Fault(
         "8 bits: plans keep matrices that are gathered",
         "planning/memory:_in_8_bits",
-        "not $p.over or gathers_blocks($c.precision)",
+        "$share.remat.rest or not $p.over or gathers_blocks($c.precision)",
         "True",
         "tests/test_plan_others.py -k kept_in_8_bits",
     ),
