@@ -86,7 +86,7 @@ FAULTS = (
     Fault(
         "8 bits: plans have matrices in the compute dtype beside those that are kept in 8 bits",
         "planning/memory:memory",
-        "max(0, $copies - $b * $kept)",
+        "max(0, $copies - $b * sum($p.local for $p in $narrow))",
         "$copies",
         "tests/test_plan_others.py -k kept_in_8_bits",
     ),
