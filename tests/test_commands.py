@@ -146,7 +146,7 @@ def test_every_command_of_a_recipe_takes_the_folder_and_no_flag_of_another(name,
         assert "is not valid here: it is a flag of python -m launch.train" in capsys.readouterr().err
     if name != "local":  # the runs that it starts say so
         assert COMMANDS[name].main([*own, "model=mine", flag]) == WRONG
-        assert "model/mine.yaml: model.num_layers: Value 'nine'" in capsys.readouterr().err
+        assert "model/mine.yaml: model.num_layers = 'nine' must be a whole number" in capsys.readouterr().err
 
 
 def test_who_starts_a_run_elsewhere_names_the_folder_absolutely(mine, tmp_path, monkeypatch):
