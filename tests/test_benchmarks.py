@@ -62,6 +62,7 @@ def test_the_ceilings_are_measured():
     assert matmul > 0 and copy > 0
 
 
+@pytest.mark.slow
 def test_rms_norm(tmp_path, monkeypatch, capsys):
     def broken(x, weight):
         raise RuntimeError("no such kernel\nand a long story")

@@ -15,12 +15,12 @@ from kernels.toolchains.simulate import ahead_of_time as checks
 
 OPS = kernels.operations()
 MOST_CASES = 4
-# What the compilers take ten seconds for. Of the other cases of an operation the last, of a model's sizes as a rule, is quick:
-# "together", which has every option of the kernels of flash attention, queries without their keys, and on CUDA the other block
-# masks. The widest head is compiled in tests/kernels/test_flash_attention_hopper.py. Recurrences have the same kernels in cases
-# of small heads, products of experts in a small case.
+# What the compilers take more than a few seconds for: kernels that the files of their operations compile too, and those of
+# engines of which another operation, or a smaller case, is quick.
 SLOW = {
     "pallas": {
+        ("flash_attention", "together"),
+        ("causal_conv1d", "packed"),
         ("linear_attention", "decode"),
         ("delta_rule", "decode"),
         ("ragged_delta_rule", "decode"),
@@ -55,6 +55,14 @@ SLOW = {
         ("flash_attention", "together"),
         ("rwkv7", "small"),
         ("state_space_v1", "small"),
+        ("rwkv4", "small"),
+        ("delta_rule", "small"),
+        ("paged_attention", "together"),
+        ("page_attention", "together"),
+        ("multi_latent_ragged_page_attention", "deepseek_v3_decode"),
+        ("scaled_grouped_matmul", "mixtral_up_rows"),
+        ("causal_conv1d", "qwen3_next"),
+        ("recurrent", "lstm_1k"),
         ("state_space_v2", "packed"),  # the kernels of linear attention
         ("page_attention", "decode_8k_int8"),
         ("blocksparse_attention", "tenth_of_16k_per_head"),

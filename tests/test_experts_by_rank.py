@@ -185,6 +185,7 @@ def test_ranks_and_hosts_are_counted():
     assert [hosts_of(p) for p in ([0, 0, 1, 1], [0, 1, 0, 1], [3, 3, 3], [0, 0, 0, 1], [1, 0])] == [2, 1, 1, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_layer_keeps_to_the_limit_and_says_what_ranks_have():
     rng, E, k = np.random.default_rng(1), 16, 4
     dims = {"x": (4, 8, 6), "router": (6, E), "gate": (E, 6, 4), "up": (E, 6, 4), "down": (E, 4, 6)}

@@ -54,6 +54,7 @@ def check_memory(scheme, buffer, k, **where):
 @pytest.mark.parametrize(
     "scheme", ["all_to_all", *(pytest.param(s, marks=pytest.mark.slow) for s in ("all_gather", "two_level"))]
 )
+@pytest.mark.slow
 def test_memory_is_that_of_the_buffer(scheme):
     low, balanced = (check_memory(scheme, buffer, 4) for buffer in (0.25, 1.25))
     assert low < balanced / (1.5 if scheme == "all_gather" else 2)

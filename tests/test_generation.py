@@ -333,6 +333,7 @@ def step_on_an_h200(model, tp=1):
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_a_step_on_an_h200_copies_no_matrix(tp):
     """Compiled for one, or two: what a step needs beside weights and cache is less than any matrix of an MLP."""
     sizes = {"model_dim": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "ffn_dim": 4096, "vocab_size": 8192}

@@ -155,6 +155,7 @@ def walks_once(op, sizes):
 @pytest.mark.parametrize(
     "name", [n if n == "linear_attention" else pytest.param(n, marks=pytest.mark.slow) for n in CALLS]
 )
+@pytest.mark.slow
 def test_states_are_computed_again_where_they_were_not_kept(name):
     op, rng = OPS["linear_attention" if name == "channels" else name], np.random.default_rng(0)
     sizes = {n: (1, 140, *(min(d, 8) for d in x)) for n, x in CALLS[name].items() if x is not None}

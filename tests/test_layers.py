@@ -198,6 +198,7 @@ def test_a_step_of_mixed_layers(remat, accumulation, by_plain_layers):
 
 
 @pytest.mark.parametrize("config", [MIXED, dataclasses.replace(MIXED, layer_pattern=("window",))], ids=["two", "one"])
+@pytest.mark.slow
 def test_the_forward_writes_no_second_copy_of_the_weights_for_the_backward(config):
     """What a scan hands to the backward is written, a row a layer, unless it is what was scanned over."""
     (params, buffers), batch = state_of(config), batch_of(config)
@@ -245,6 +246,7 @@ def loss_of_stages(c, params, buffers, batch, context, cuts):
 @pytest.mark.parametrize(
     "cuts", [(2, 4), *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ((1,), (1, 2, 3, 4, 5)))], ids=str
 )
+@pytest.mark.slow
 def test_stages_are_a_split_of_the_layers(cuts):
     """Wherever they are cut, loss, gradient and metrics are those of the whole model."""
     (params, buffers), batch = state_of(STAGED), batch_of(STAGED)

@@ -346,6 +346,7 @@ def test_what_another_host_says_decides():
     assert [clock.due(step) for step in range(1, 9)] == [False, True, False, False, False, False, True, False]
 
 
+@pytest.mark.slow
 def test_a_run_saves_by_time_and_keeps_by_steps(corpus, tmp_path):
     keys = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=4", f"run.dir={tmp_path / 'steps'}"]
     assert main([*TINY, *corpus, *keys]) == DONE

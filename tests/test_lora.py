@@ -248,6 +248,7 @@ def test_what_is_in_int8_is_used_as_its_rounded_numbers():
         Frozen(jnp.ones((2, 2)), None, jnp.ones((2, 1)), jnp.ones((1, 2))).whole("float32")
 
 
+@pytest.mark.slow
 def test_of_the_buffers_what_is_of_the_base_stays_and_counts_move():
     (_, buffers, _, _), (model, _, base, _) = numbers_of(MIXED), adapted_of(MIXED)
     counts = jnp.arange(4, dtype=jnp.int32)[None]
@@ -282,6 +283,7 @@ def test_the_backward_of_a_frozen_matmul_is_counted_once():
         pytest.param("int8", ["mesh.fsdp=2", "mesh.sp=1"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_base_is_read_in_the_dtype_that_it_is_kept_in_on_a_mesh(base, mesh, tmp_path):
     made(tmp_path, "deepseek")
     c, leaves = loaded(tmp_path)

@@ -38,12 +38,15 @@ def small(op):
 
 
 def covered(op, backend):
-    """Returns the names of the cases of a backend's quick rows: a few that have all that it takes, and what it refuses. Of a
-    Pallas kernel, which is slow to interpret, the one that has most: the others are in the files of those kernels."""
+    """Returns the names of the cases of a backend's quick rows: a few that have all that it takes, and what it refuses. Of
+    kernels, which are slow to interpret, the one that has most, and of Triton's the first, which is taken in bfloat16 too: the
+    others are in the files of those kernels."""
     cases = [case for case in small(op) if "slow" not in case.tags]
     chosen = [case for case in cases if "kernels" in case.tags] if backend.toolchain == "pallas" else []
     taken = [c for c in chosen or cases if {*c.options, *c.arrays, *c.make} <= backend.names()]
-    few = {richest(taken)} if taken and backend.toolchain == "pallas" else covering(taken)
+    few = covering(taken)
+    if taken and backend.toolchain in ("triton", "pallas"):
+        few = {richest(taken)} | ({taken[0].name} if backend.toolchain == "triton" else set())
     return few | {case.name for case in cases if case not in taken}
 
 

@@ -17,6 +17,7 @@ from kernels.framework.platforms import Unsupported
 from recipes.schema import compose
 
 
+@pytest.mark.slow
 def test_the_plans_beside_the_best_differ_and_say_why_they_come_later():
     """Of the same mesh and remat policy only the best is told; each of the others is worse in what it says."""
     recipe = compose(["recipe=long_context", "model=8b", "data.sequence_length=32768"])

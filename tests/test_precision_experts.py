@@ -126,6 +126,7 @@ def layer(precision, mesh=None, **options):
 @pytest.mark.parametrize(
     "axes", [{"ep": 2}, pytest.param({"fsdp": 2, "ep": 2}, marks=pytest.mark.slow)], ids=lambda a: "_".join(a)
 )
+@pytest.mark.slow
 def test_on_a_mesh_experts_have_the_numbers_of_one_device(axes):
     mesh = make_mesh(**axes, devices=jax.devices()[: 2 ** len(axes)])
     alone = layer("fp8_block")(BATCH, GATE_UP, DOWN, D_BATCH)

@@ -25,6 +25,7 @@ def names(requirements):
     return [re.match(r"[\w-]+", requirement)[0] for requirement in requirements]
 
 
+@pytest.mark.slow
 def test_operations_need_no_package_of_the_commands():
     """Without the packages of `train`, whatever else is installed, operations are imported and called, sharded too."""
     blocked = [MODULES.get(name, name) for name in names(EXTRAS["train"])]

@@ -163,6 +163,7 @@ def test_a_second_sigterm_does_not_cut_off_the_save():
         pytest.param(["run.stop_after=2"], DONE, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_before_the_step_to_stop_after_is_no_end(more, code, corpus, tmp_path, monkeypatch, capsys):
     """Whoever starts the run again where it was preempted asks the exit code alone."""
 
@@ -205,6 +206,7 @@ def test_metrics_that_cannot_be_written_end_the_run_and_do_not_block_it(full, co
 
 
 @pytest.mark.parametrize("name", [pytest.param("summary.json", marks=pytest.mark.slow), "loss.png"])
+@pytest.mark.slow
 def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, corpus, tmp_path, capsys):
     (tmp_path / name).mkdir()
     assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == WRONG
@@ -345,6 +347,7 @@ def test_a_run_whose_folder_is_taken_over_before_a_save_saves_nothing(corpus, tm
 
 
 @pytest.mark.parametrize("there", [True, False])
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, monkeypatch, capsys):
     where, first = tmp_path / "checkpoints", tmp_path / "first"
     given = [*PLAIN, *corpus, f"checkpoint.dir={where}", "checkpoint.every=1", "run.steps=1"]

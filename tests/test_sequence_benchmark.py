@@ -238,6 +238,7 @@ def sent(jaxpr):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.slow
 def test_transfers_alone_are_those_of_the_whole(scheme):
     """After the compiler has taken out what nobody reads and joined what is equal; and work alone sends nothing but ids."""
     mesh, call = make_mesh(sp=4), Attention(4, 2, 8, "float32")

@@ -227,6 +227,7 @@ def test_local_and_tpu_vm_follow_the_table(then, restarts, starts, code, tmp_pat
     assert capsys.readouterr().out.count("is started again") == 2 * (starts - 1)
 
 
+@pytest.mark.slow
 def test_a_command_that_has_a_bug_ends_with_its_traceback_and_the_code_of_one(tmp_path):
     text = (
         "import sys\nfrom launch import train\ndef body():\n    raise KeyError('of ours')\ntrain.command(body=body)\n"

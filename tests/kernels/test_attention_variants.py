@@ -136,6 +136,7 @@ def test_a_performer_does_not_overflow():
     assert error(got, weigh(weight, v, visible)) < 2e-5
 
 
+@pytest.mark.slow
 def test_a_small_key_of_a_performer_is_not_lost_before_a_large_one():
     """The key of a long vector is small in every feature: divided by those after it, it would be 0, and the rows that see no
     other too."""

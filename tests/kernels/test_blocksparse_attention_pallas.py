@@ -113,6 +113,7 @@ def test_lists_that_do_not_fit_into_scalar_memory_at_once(monkeypatch):
     hold(lengths, (16, 128), block_size, (1, N), options)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_not_set_is_not_read():
     """NaN in its keys and values, where tiles lie in blocks."""
     block_mask = np.ones((1, 1, 1, 2), bool)

@@ -35,6 +35,7 @@ def test_decays_of_every_size_in_a_delta_rule(decay):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.slow
 def test_a_bonus_reads_the_state_before_the_token(decay):
     rng = np.random.default_rng(1)
     state = rng.standard_normal((1, 1, 1, 8, 4)).astype(np.float32)

@@ -78,6 +78,7 @@ def test_correlated_keys_and_reflections(cosine, beta):
     compared(kda(rng, 1, 70, 1, 2, 16, 8, cosine, beta), {"use_qk_l2norm": True}, allowed=1e-5, chunk=64)
 
 
+@pytest.mark.slow
 def test_channels_of_several_blocks():
     rng = np.random.default_rng(4)
     compared(kda(rng, 1, 20, 1, 1, 72, 20, decay=-5.0), {}, chunk=16, block_v=16)

@@ -382,6 +382,7 @@ def test_tiles_of_the_forward(launches, width, value_width, columns, keys, room)
 @pytest.mark.parametrize(
     ("width", "steps"), [(256, 16), *(pytest.param(w, 12, marks=pytest.mark.slow) for w in (136, 192))]
 )
+@pytest.mark.slow
 def test_products_of_padded_heads(width, steps):
     """Those of 129 to 192 are multiplied as 192: 12 steps of 16 columns, in logits of either direction."""
     forward, backward = made(call(width, 128))

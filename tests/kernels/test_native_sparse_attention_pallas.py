@@ -36,6 +36,7 @@ def test_a_padded_group_and_blocks_across_tiles_in_lists_of_many_parts(monkeypat
     check(arguments | {"block_size": 23}, PLAIN, platform="pallas")
 
 
+@pytest.mark.slow
 def test_queries_without_blocks_between_others():
     """The ring goes on to the next list but one, after a list of nothing."""
     t = 24
