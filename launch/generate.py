@@ -38,8 +38,8 @@ keys:
   step=N               of the checkpoint; default: the last
   prompt=TEXT          one prompt
   prompts=FILE         a prompt a line; of FILE.jsonl a row each, {{"prompt": "..."}} or {{"messages": [...]}}; - for stdin.
-                       Where rows have "answer", a text or a list of them, it is told how many answers have one of these in
-                       them. A line that is no prompt is told, the others are answered, and the exit code is 2
+                       For rows with "answer", a text or a list, the log says how many answers contain one. A line that is
+                       not a prompt is named, the others are answered, and the exit code is 2
   chat=auto            whether prompts go through the chat template: auto, where a published folder has one, and for runs on
                        conversations; true, false
   max_tokens=256       of an answer

@@ -45,7 +45,7 @@ def pack(
         return params, None
     if model.cached is None:
         raise ValueError(
-            f"weights = {form!r} packs matrices of a decoder of ejdist.models, and this model is none; leave it out"
+            f"weights = {form!r} packs the matrices of decoders of ejdist.models, and this is another model: leave weights out"
         )
     packing = model.cached.packing(params, buffers, form)
     params = model.cached.packed(params, packing, donate=True)

@@ -43,7 +43,7 @@ def read_prompts(prompt: str | None, file: str | None) -> list[Prompt]:
     prompt keeps its number, and the others go on: what is wrong with it is raised where it is encoded, with its line.
 
     Raises:
-      ValueError: there is none, or the file cannot be read.
+      ValueError: there is no prompt, or the file cannot be read.
     """
     if prompt is not None:
         return [Prompt(prompt)]

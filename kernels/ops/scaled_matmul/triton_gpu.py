@@ -260,7 +260,7 @@ def _converts() -> bool:
 
 
 def _parts(x, tall):
-    """Returns the shapes of the largest magnitudes of rows, in each 128 columns, and of columns, in each so many rows."""
+    """Returns the shapes of the largest magnitudes of each block, 128 columns wide: of its rows, and of its columns."""
     M, D = x.shape
     return jax.ShapeDtypeStruct((D // 128, M), jnp.int32), jax.ShapeDtypeStruct((M // tall, D), jnp.int32)
 
