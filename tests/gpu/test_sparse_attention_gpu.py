@@ -18,6 +18,8 @@ from kernels.ops.native_sparse_attention import selected_op
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda(), reason="JAX sees no CUDA device here")]
 
 RNG = np.random.default_rng(0)
+# Where weights agree to about 1e-5, another block may be chosen (README, "The choice"): for how many tokens, how far off each.
+SWAPPED, OTHER_CHOICE = 5, 0.05
 # T, N, K, H, Hv; dtype; how far a result may be off; options.
 CALLS = {
     "chosen": (
@@ -43,20 +45,26 @@ def test_numbers_are_those_of_xla(name):
     (T, N, K, H, HV), dtype, limit, options = CALLS[name]
     shapes = {"query": (1, T, N, H), "key": (1, T, K, H), "value": (1, T, K, HV)}
     shapes |= dict.fromkeys(("g_cmp", "g_slc", "g_swa"), (1, T, N))
-    arrays = {n: jnp.asarray(RNG.standard_normal(s), dtype) for n, s in shapes.items()}
+    rng = np.random.default_rng(sorted(CALLS).index(name))
+    arrays = {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in shapes.items()}
 
     @functools.partial(jax.jit, static_argnames="platform")
     def both(arrays, platform):
         out, pull = jax.vjp(lambda a: native_sparse_attention(**a, **options, platform=platform), arrays)
         d = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
-        return out, pull(d)[0]
+        return {"out": out} | pull(d)[0]
 
-    got, again = (jax.tree.leaves(both(arrays, "triton")) for _ in range(2))
-    assert all((a == b).all() for a, b in zip(got, again, strict=True))
+    got, again = (both(arrays, "triton") for _ in range(2))
+    assert all((got[n] == again[n]).all() for n in got)
     with jax.default_matmul_precision("highest"):
-        wanted = jax.tree.leaves(both({n: x.astype(jnp.float32) for n, x in arrays.items()}, "xla"))
-    for a, w in zip(got, wanted, strict=True):
-        assert error(a, w) <= limit
+        wanted = both({n: x.astype(jnp.float32) for n, x in arrays.items()}, "xla")
+    gate, exact = (np.asarray(x["g_slc"], np.float32)[0] for x in (got, wanted))
+    chosen_alike = np.linalg.norm(gate - exact, axis=-1) <= OTHER_CHOICE * np.linalg.norm(exact, axis=-1).clip(1)
+    assert (~chosen_alike).sum() <= SWAPPED
+    for n, x in got.items():
+        # A gradient of keys or values has something of every query.
+        rows = slice(None) if n in ("key", "value") else chosen_alike
+        assert error(x[0, rows], wanted[n][0, rows]) <= limit, n
 
 
 @pytest.mark.parametrize("name", ["documents", "after fewer keys than queries"])
