@@ -147,6 +147,25 @@ def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bflo
     return [n.removesuffix("_kernel") for n in names if n not in ("tile_map_kernel", "group_sum_kernel")]
 
 
+@pytest.mark.parametrize(
+    ("M", "D", "F", "E", "wanted"),
+    [
+        (13952, 3968, 960, 72, ("wide", "wide", "wide")),  # few rows per group: half of a tall tile would be padding
+        (39565, 1024, 1064, 16, ("tall", "tall", "tall")),  # 1064 columns are 9 tiles of 128, or 5 of 256
+        (27392, 896, 3840, 128, ("wide", "tall", "wide")),
+        (65536, 2048, 768, 32, ("tall", "tall", "wide")),  # nothing to choose between but speed
+        (3200, 2048, 768, 32, ("none", "none", "none")),
+    ],
+)
+def test_a_specialised_tile_is_the_one_with_less_padding(M, D, F, E, wanted):
+    x, weights = jax.ShapeDtypeStruct((M, D), "bfloat16"), jax.ShapeDtypeStruct((E, D, F), "bfloat16")
+    sizes = jax.ShapeDtypeStruct((E,), "int32")
+    cfg = op.backends["triton_gpu"].heuristic(
+        op.bind(lhs=x, rhs=weights, group_sizes=sizes, rhs_transposed=None, group_offset=None, rhs_bias=None), "cuda"
+    )
+    assert tuple(tile.specialised for tile in (cfg.forward, cfg.d_lhs, cfg.d_rhs)) == wanted
+
+
 PLAIN = ["grouped_matmul", "grouped_matmul", "ragged_contraction"]
 WARP_SPECIALIZED = ["warp_specialized_matmul", "warp_specialized_matmul", "warp_specialized_contraction"]
 

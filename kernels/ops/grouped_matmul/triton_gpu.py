@@ -489,8 +489,23 @@ def _tile(
 
 # Of so many entries or more, a product takes longer than writing and reading its result.
 WORTH_KEEPING = 512
-# From this mean number of rows per group, a tile of 256 is worthwhile.
+# From this mean number of rows per group, a warp-specialized tile is worthwhile.
 SPECIALISED_ROWS = 128
+# Relative speeds of the wide tile without padding, fitted on an H200 to five random calls: of products, and of contractions
+# over few and over many rows per group.
+WIDE_PRODUCT, WIDE_CONTRACTION = 0.89, (1.0, 1.05)
+
+
+def _specialised(rows: float, columns: int, wide_speed: float, *, ragged_rows: bool) -> str:
+    """Returns the name of the warp-specialized tile with the least work, counting padding as `_tile` does."""
+
+    def cost(name):
+        shape = WARP_SPECIALIZED[name]
+        m = 2 * shape.rows
+        height = rows + m / 2 if ragged_rows else triton.cdiv(int(rows), m) * m
+        return height * triton.cdiv(columns, shape.columns) * shape.columns / (wide_speed if name == "wide" else 1.0)
+
+    return min(WARP_SPECIALIZED, key=cost)
 
 
 def _config(call, shape: _Shape | None = None, specialised: str | None = None) -> GroupedMatmulConfig:
@@ -501,23 +516,30 @@ def _config(call, shape: _Shape | None = None, specialised: str | None = None) -
     widened = "rhs_scale" in call.arguments
     if shape is not None or itemsize != 2 or widened:
         specialised = "none"
-    short = "none" if rows < SPECIALISED_ROWS else "tall"
+    few = rows < SPECIALISED_ROWS
     gathers = "rows" in call.arguments  # of a wide tile, half as many rows are copied by instructions in each step
 
     def product(columns, depth, transposed_rhs, halves=1):
         large = () if transposed_rhs or depth < LONG_PRODUCT else (LARGE,)
         shapes = (shape,) if shape else PRODUCTS + large
         tile = _tile(rows, columns, depth, itemsize, shapes, halves=halves, widened=widened)
-        wide = halves == 2 or (gathers and columns == F)
-        return replace(tile, specialised=specialised or ("wide" if wide and short != "none" else short))
+        if halves == 2 or (gathers and columns == F):
+            best = "wide"
+        else:
+            best = _specialised(rows, columns, WIDE_PRODUCT, ragged_rows=True)
+        return replace(tile, specialised=specialised or ("none" if few else best))
 
     long = rows >= LONG_CONTRACTION
     shapes = (shape,) if shape else CONTRACTIONS + ((LARGE,) if long else ())
     contraction = _tile(first, second, int(max(1, rows)), itemsize, shapes, ragged_rows=False)
+    if gathers:
+        best = "wide"
+    else:
+        best = _specialised(first, second, WIDE_CONTRACTION[long], ragged_rows=False)
     return GroupedMatmulConfig(
         product(F, D, transposed, halves=width // F),
         product(D, width, not transposed),
-        replace(contraction, specialised=specialised or ("wide" if long or (gathers and short != "none") else short)),
+        replace(contraction, specialised=specialised or ("none" if few else best)),
     )
 
 
