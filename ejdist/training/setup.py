@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -280,8 +280,13 @@ def _writable(key: str, folder: str) -> Path:
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise ValueError(f"{key} = {folder!r}: {existing} is a file; name another folder, or remove it")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        tempfile.TemporaryFile(
+            dir=existing
+        ).close()  # permissions do not tell: root may write what no one can, as in /proc
+    except OSError as error:
         raise ValueError(
-            f"{key} = {folder!r}: {existing} cannot be written; choose another folder, or fix its permissions"
-        )
+            f"{key} = {folder!r}: {existing} cannot be written ({error.strerror}); choose another folder, or fix its "
+            "permissions"
+        ) from error
     return directory
