@@ -125,6 +125,24 @@ def check_device(precision: str, device: Any) -> None:
     )
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["eps"])
+@dataclass(frozen=True)
+class Norm:
+    """The RMS norm of an array before its products. (Of an array, or how that lies on a mesh.)"""
+
+    weight: Any
+    eps: float
+
+
+class Normed(NamedTuple):
+    """An array that only products read, and what it is the RMS norm of. Where it is quantised as it is computed, `values` are
+    not read either, so that no program computes them."""
+
+    values: jax.Array
+    x: jax.Array
+    norm: Norm
+
+
 class Operands(NamedTuple):
     """An array [M, D] as an operand that is summed over D, and turned, as one that is summed over M; each with its scales."""
 
@@ -220,44 +238,77 @@ def _kept(w: jax.Array, of_w: Operands, whole: bool) -> Kept:
     return Kept(values, scale, w.shape, w.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _fused(x: jax.Array, precision: str) -> bool:
+    """Returns whether an operation quantises what it computes of such an array."""
+    return _together(SCALINGS[PRECISIONS[precision].scaling]) and not any(size % 128 for size in x.shape)
+
+
+def fuses_norm(shape: tuple[int, ...], precision: str) -> bool:
+    """Returns whether the norm of a device's array [..., D] is quantised where it is computed."""
+    return _fused(jax.ShapeDtypeStruct((math.prod(shape[:-1]), shape[-1]), jnp.bfloat16), precision)
+
+
+def _entries(precision: str) -> int | None:
+    return SCALINGS[PRECISIONS[precision].scaling].a[1]
+
+
+def _read(x: jax.Array, norm: Norm | None, precision: str) -> tuple[Operands, Any]:
+    """Returns the operands of x, or of its norm, and what the backward of the norm reads."""
+    if norm is None:
+        return operands_of(x, precision, "x"), None
+    *of_x, rstd = kernels.normalize_both_ways(x, norm.weight, eps=norm.eps, entries=_entries(precision))
+    return Operands(*of_x), (x, norm, checkpoint_name(rstd, OPERAND))
+
+
+def _through(normed: Any, d: jax.Array) -> tuple[jax.Array, Norm | None]:
+    """Returns the cotangents of what `_read` has read, given that of what was quantised."""
+    if normed is None:
+        return d, None
+    x, norm, rstd = normed
+    dx, dweight = kernels.rms_norm_cotangents(x, norm.weight, rstd, d)
+    return dx, Norm(dweight, norm.eps)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _products(
     x: jax.Array,
+    norm: Norm | None,
     matrices: tuple[jax.Array, ...],
     blocks: tuple[Blocks | None, ...],
     precision: str,
     whole: tuple[bool, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns x [M, D] times each matrix [D, F]. One whose blocks are passed is there for its gradient alone. `whole`: of each,
+    """Returns x [M, D], or its norm, times each matrix [D, F]. One whose blocks are passed is there for its gradient alone. `whole`: of each,
     whether it is stored as it is."""
-    return _forward(x, matrices, blocks, precision, whole)[0]
+    return _forward(x, norm, matrices, blocks, precision, whole)[0]
 
 
 def _forward(
     x: jax.Array,
+    norm: Norm | None,
     matrices: tuple[jax.Array, ...],
     blocks: tuple[Blocks | None, ...],
     precision: str,
     whole: tuple[bool, ...],
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    of_x, outs, kept = operands_of(x, precision, "x"), [], []
+    (of_x, normed), outs, kept = _read(x, norm, precision), [], []
     for w, of, stays in zip(matrices, blocks, whole, strict=True):
         of_w = of_matrix(w, of, precision)
         shape = x.shape[0], w.shape[1]
         outs.append(times(of_x.values, of_x.scale, of_w.turned, of_w.turned_scale, x, shape))
         kept.append(_kept(w, of_w, stays))
-    return tuple(outs), (*_turned(of_x), tuple(kept))
+    return tuple(outs), (normed, *_turned(of_x), tuple(kept))
 
 
 def _backward(
     precision: str, whole: tuple[bool, ...], saved: Any, cotangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, Any, Any]:
-    (x, x_scale, kept), parts, gradients = saved, [], []
+) -> tuple[jax.Array, Any, Any, Any]:
+    (normed, x, x_scale, kept), parts, gradients = saved, [], []
     for w, d in zip(kept, cotangents, strict=True):
         of_d = operands_of(d, precision, "d")
         parts.append(times(of_d.values, of_d.scale, w.values, w.scale, d, (d.shape[0], w.shape[0])))
         gradients.append(times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape).astype(w.dtype))
-    return sum(parts[1:], parts[0]), tuple(gradients), None  # blocks have no gradient beside their matrix's
+    return *_through(normed, sum(parts[1:], parts[0])), tuple(gradients), None  # blocks have no gradient beside their matrix's
 
 
 _products.defvjp(_forward, _backward)
@@ -266,16 +317,17 @@ _products.defvjp(_forward, _backward)
 def narrow_products(
     dims: list[tuple[list[str], list[str], list[str]]],
     x: jax.Array,
+    norm: Norm | None,
     matrices: list[jax.Array],
     blocks: list[Blocks | None],
     precision: str,
     whole: tuple[bool, ...],
 ) -> tuple[jax.Array, ...]:
     """Returns the products of x with matrices, each of these dims (of x, of the matrix, of the product), in 8 bits, in the
-    dtype of x; their gradients are such products too. All sum over the same dims of x. `blocks`: of each matrix that was
+    dtype of x; or those of its norm, where `fuses_norm`; their gradients are such products too. All sum over the same dims of x. `blocks`: of each matrix that was
     quantised before, the dims of sums first; or None. `whole`: of each, whether it is stored as it is, and was not gathered."""
     # One type inside of a `shard_map`, so that what a device adds to a gradient is summed.
-    x, matrices, blocks = vary_alike((x, matrices, blocks))
+    x, norm, matrices, blocks = vary_alike((x, norm, matrices, blocks))
     dims_x = dims[0][0]
     summed = [d for d in dims_x if d in dims[0][1]]
     kept = [d for d in dims_x if d not in summed]
@@ -287,7 +339,7 @@ def narrow_products(
         columns.append(jnp.transpose(w, [dims_weight.index(d) for d in (*summed, *others)]).reshape(inputs, -1))
         shapes.append([x.shape[dims_x.index(d)] for d in kept] + [w.shape[dims_weight.index(d)] for d in others])
     made = []
-    products = _products(rows.reshape(-1, inputs), tuple(columns), tuple(blocks), precision, whole)
+    products = _products(rows.reshape(-1, inputs), norm, tuple(columns), tuple(blocks), precision, whole)
     for (_, dims_weight, dims_out), out, shape in zip(dims, products, shapes, strict=True):
         order = kept + [d for d in dims_weight if d not in summed]
         made.append(jnp.transpose(checkpoint_name(out, PRODUCT).reshape(shape), [order.index(d) for d in dims_out]))
@@ -297,42 +349,35 @@ def narrow_products(
 # -- a gated MLP -------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def narrow_mlp(
     x: jax.Array,
+    norm: Norm | None,
     matrices: tuple[jax.Array, ...],
     blocks: tuple[Blocks | None, ...],
     precision: str,
     whole: tuple[bool, ...],
     activation: str,
 ) -> jax.Array:
-    """Returns (activation(x gate) * (x up)) down of x [M, D], its products in 8 bits, as products one by one have it.
+    """Returns (activation(x gate) * (x up)) down of x [M, D], or of its norm, its products in 8 bits, as products one by one have it.
     `matrices` are gate, up and down, and `blocks` and `whole` as for `narrow_products`.
 
     What is as wide as `gate` is quantised where it is computed. With scales of blocks neither the activation's product nor its
     cotangents are written in a wider dtype; with those of rows they are, with their largest magnitudes.
     """
-    return _mlp_forward(x, matrices, blocks, precision, whole, activation)[0]
-
-
-def _fused(x: jax.Array, precision: str) -> bool:
-    """Returns whether an operation quantises what it computes of such an array."""
-    return _together(SCALINGS[PRECISIONS[precision].scaling]) and not any(size % 128 for size in x.shape)
-
-
-def _entries(precision: str) -> int | None:
-    return SCALINGS[PRECISIONS[precision].scaling].a[1]
+    return _mlp_forward(x, norm, matrices, blocks, precision, whole, activation)[0]
 
 
 def _mlp_forward(
     x: jax.Array,
+    norm: Norm | None,
     matrices: tuple[jax.Array, ...],
     blocks: tuple[Blocks | None, ...],
     precision: str,
     whole: tuple[bool, ...],
     activation: str,
 ) -> tuple[jax.Array, Any]:
-    (g, u), (h, h_scale, *_, kept) = _forward(x, matrices[:2], blocks[:2], precision, whole[:2])
+    (g, u), (normed, h, h_scale, kept) = _forward(x, norm, matrices[:2], blocks[:2], precision, whole[:2])
     g, u = (checkpoint_name(y, PRODUCT) for y in (g, u))
     if _fused(g, precision):
         of_p = Operands(*kernels.activate_both_ways(g, u, activation=activation, entries=_entries(precision)))
@@ -340,13 +385,13 @@ def _mlp_forward(
         of_p = operands_of(kernels.gated_activation(g, u, activation=activation), precision, "x")
     down, of_down = matrices[2], of_matrix(matrices[2], blocks[2], precision)
     out = times(of_p.values, of_p.scale, of_down.turned, of_down.turned_scale, x, (x.shape[0], down.shape[1]))
-    return out, (h, h_scale, g, u, *_turned(of_p), (*kept, _kept(down, of_down, whole[2])))
+    return out, (normed, h, h_scale, g, u, *_turned(of_p), (*kept, _kept(down, of_down, whole[2])))
 
 
 def _mlp_backward(
     precision: str, whole: tuple[bool, ...], activation: str, saved: Any, d: jax.Array
-) -> tuple[jax.Array, Any, Any]:
-    h, h_scale, g, u, p, p_scale, kept = saved
+) -> tuple[jax.Array, Any, Any, Any]:
+    normed, h, h_scale, g, u, p, p_scale, kept = saved
     of_d, down = operands_of(d, precision, "d"), kept[2]
     d_down = times(p, p_scale, of_d.turned, of_d.turned_scale, d, down.shape)
     d_p = times(of_d.values, of_d.scale, down.values, down.scale, d, (d.shape[0], down.shape[0]))
@@ -361,7 +406,7 @@ def _mlp_backward(
         parts.append(times(side.values, side.scale, w.values, w.scale, d, (d.shape[0], w.shape[0])))
         gradients.append(times(h, h_scale, side.turned, side.turned_scale, d, w.shape))
     gradients = tuple(y.astype(w.dtype) for y, w in zip((*gradients, d_down), kept, strict=True))
-    return sum(parts[1:], parts[0]), gradients, None
+    return *_through(normed, sum(parts[1:], parts[0])), gradients, None
 
 
 narrow_mlp.defvjp(_mlp_forward, _mlp_backward)

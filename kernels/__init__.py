@@ -66,13 +66,14 @@ from kernels.ops.paged_attention import (
 )
 from kernels.ops.quantized_matmul import dequantize, quantize, quantized_matmul
 from kernels.ops.recurrent import recurrent, rwkv4
-from kernels.ops.rms_norm import rms_norm, rms_norm_linear
+from kernels.ops.rms_norm import rms_norm, rms_norm_cotangents, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
 from kernels.ops.scaled_matmul import (
     activate_both_ways,
     activate_rows,
     activated_row_cotangents,
     activation_cotangents,
+    normalize_both_ways,
     quantize_both_ways,
     quantize_rows,
     quantize_scaled,

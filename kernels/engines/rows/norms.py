@@ -169,6 +169,11 @@ def work(call: Call) -> tuple[Work, Work]:
     return cost(call.x, residual, call.weight, bias, centers(call))
 
 
+def work_of_cotangents(call: Call) -> tuple[Work, Work]:
+    """Returns the work of a backward without a residual as a call of its own."""
+    return cost(call.x, None, call.weight, None, False)[1], Work(0, 0)
+
+
 def work_of_linear(call: Call) -> tuple[Work, Work]:
     """Returns the work of the matmuls, one forward and two backward. The recomputed norm is not counted."""
     matmul, out = 2 * call.x.size * call.dims["F"], nbytes(call.x) // call.dims["D"] * call.dims["F"]

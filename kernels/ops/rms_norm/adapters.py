@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.ops.rms_norm.contract import add_op, norm_of, op
+import jax.numpy as jnp
+
+from kernels.framework.contract import Saved
+from kernels.ops.rms_norm.contract import add_op, cotangents_op, norm_of, op
 
 
 def register(name: str, engine: Any) -> None:
@@ -22,5 +25,11 @@ def register(name: str, engine: Any) -> None:
     def backward_add(saved, x, residual, weight, eps, zero_centered, cfg):
         return engine.backward(saved, x, residual, weight, None, norm_of(eps, zero_centered), cfg)
 
+    def cotangents(x, weight, rstd, d, cfg):
+        saved = Saved(rstd=rstd, d_rstd=jnp.zeros_like(rstd), d_out=d)
+        made = engine.backward(saved, x, None, weight, None, norm_of(0.0, False), cfg)  # eps is in rstd
+        return made["x"].astype(x.dtype), made["weight"].astype(weight.dtype)
+
     op.register(forward, backward, name=name, **engine.FACTS)
+    cotangents_op.register(cotangents, name=name, **engine.FACTS)
     add_op.register(forward_add, backward_add, name=name, **engine.FACTS)

@@ -1,10 +1,12 @@
-"""Contracts of rms_norm, alone and fused with the residual add before it or the projection after it, and their cases."""
+"""Contracts of rms_norm, alone and fused with the residual add before it or the projection after it, its cotangents, and
+their cases."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels.engines.rows.norms import Norm, NormConfig, outputs, projected, work, work_of_linear
+from kernels.engines.rows.norms import Norm, NormConfig, outputs, projected, work, work_of_cotangents, work_of_linear
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
@@ -78,6 +80,25 @@ def rms_norm_linear(
     return projected(rms_norm(x, weight, eps=eps, zero_centered=zero_centered)[0], projection)
 
 
+def rms_norm_cotangents(
+    x: Float[Array, "*lead D"],
+    weight: Float[Array, " D"],
+    rstd: Float[Array, "*lead"],
+    d: Float[Array, "*lead D"],
+) -> tuple[Float[Array, "*lead D"], Float[Array, " D"]]:
+    """Returns the cotangents of x and weight, given d, that of `rms_norm`'s out, and its rstd.
+
+    With g = d * weight that of x is g * rstd - x * rstd³ * mean(g * x), and that of weight the sum over rows of d * x * rstd;
+    computed in float32, and rounded once to the dtypes of x and of weight.
+    """
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    wide, slope, by = x.astype(compute), d.astype(compute), rstd.astype(compute)[..., None]
+    g = slope * weight.astype(compute)
+    dx = g * by - wide * by**3 * jnp.mean(g * wide, axis=-1, keepdims=True)
+    dweight = jnp.sum(slope * wide * by, axis=tuple(range(x.ndim - 1)))
+    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
 def autotune_key(call: Call) -> str:
     """Returns the autotune key: the width of a tile, and a bucket of the number of rows."""
     rows = call.x.size // call.dims["D"]
@@ -128,6 +149,20 @@ add_op = Op(
         Case("model_8k", {"lead": (16384,), "D": 8192}, arrays=("weight",), tags=frozenset({"bench", "code"})),
     ),
     work=work,
+)
+
+cotangents_op = Op(
+    rms_norm_cotangents,
+    outputs=("dx", "dweight"),
+    no_gradient=("x", "weight", "rstd", "d"),
+    same_dtype=("x", "d"),
+    config=NormConfig,
+    cases=(
+        Case("small", {"lead": (2, 5), "D": 24}, tags=frozenset({"smoke"})),
+        Case("five_chunks", {"lead": (9,), "D": 1280}, tags=frozenset({"code"})),
+        Case("model_2k", {"lead": (32768,), "D": 2048}, tags=frozenset({"bench", "code"})),
+    ),
+    work=work_of_cotangents,
 )
 
 linear_op = Op(

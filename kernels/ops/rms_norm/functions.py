@@ -1,11 +1,11 @@
-"""Public functions: rms_norm, and rms_norm fused with a projection."""
+"""Public functions: rms_norm, its cotangents, and rms_norm fused with a projection."""
 
 from __future__ import annotations
 
 import jax
 
 from kernels.framework.public import Prepared, public, public_as_declared
-from kernels.ops.rms_norm.contract import add_op, linear_op, op
+from kernels.ops.rms_norm.contract import add_op, cotangents_op, linear_op, op
 
 
 @public(op, add_op)
@@ -65,4 +65,26 @@ rms_norm_linear = public_as_declared(
     >>> print(rms_norm_linear(jnp.array([3.0, 4.0]), None, jnp.eye(2)).round(3))
     [0.849 1.131]
     """,
+)
+
+rms_norm_cotangents = public_as_declared(
+    cotangents_op,
+    """Returns (cotangent of x, cotangent of weight), given d, that of `rms_norm(x, weight)`: for a backward of its own, which
+    kept rstd and need not run the norm again.
+
+    Args:
+      x: [*lead, D].
+      weight: [D], in any float dtype.
+      rstd: float32 [*lead], 1 / sqrt(mean(x², over D) + eps), as `normalize_both_ways` returns it.
+      d: [*lead, D], in the dtype of x.
+
+    Raises:
+      ValueError: shapes or dtypes disagree; naming the argument.
+
+    >>> import jax.numpy as jnp
+    >>> dx, dweight = rms_norm_cotangents(jnp.array([1.0, 1.0]), jnp.ones(2), jnp.array(1.0), jnp.array([1.0, 0.0]))
+    >>> print(dx, dweight)
+    [ 0.5 -0.5] [1. 0.]
+    """,
+    returns=cotangents_op.outputs,
 )

@@ -15,7 +15,7 @@ from kernels.framework.requests import check_groups
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, check_result, op
 from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, Scaling, quantized
 from kernels.ops.scaled_matmul.grouped import check_scales, grouped_op
-from kernels.ops.scaled_matmul.quantizing import OPERANDS, activate_op, both_ways_op, cotangents_op
+from kernels.ops.scaled_matmul.quantizing import OPERANDS, activate_op, both_ways_op, cotangents_op, norm_both_ways_op
 from kernels.ops.scaled_matmul.quantizing_rows import activate_rows_op, row_cotangents_op, rows_op
 
 __all__ = [
@@ -31,6 +31,8 @@ __all__ = [
     "both_ways_op",
     "cotangents_op",
     "grouped_op",
+    "norm_both_ways_op",
+    "normalize_both_ways",
     "op",
     "quantize_both_ways",
     "quantize_rows",
@@ -199,6 +201,30 @@ quantize_both_ways = public_as_declared(
     ((128, 256), (128, 2), (256, 128), (2, 1))
     """,
     returns=OPERANDS,
+)
+
+normalize_both_ways = public_as_declared(
+    norm_both_ways_op,
+    """Returns `quantize_both_ways` of rms_norm(x, weight), which is rounded to the dtype of x before, and rstd, float32 [M], which
+    `rms_norm_cotangents` takes.
+
+    On GPUs that have 8-bit floats the norm is not written: x is read for rstd, and once more for both operands. With
+    `entries=None` it is read a third time, for the largest magnitudes of rows and columns.
+
+    Args:
+      x: float [M, D], of sizes that 128 divides.
+      weight: [D], a scale per feature, in any float dtype.
+      eps: added to the mean square.
+      entries: 128, or None: one scale for each whole row of an operand.
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> [y.shape for y in normalize_both_ways(jnp.ones((128, 256)), jnp.ones(256))]
+    [(128, 256), (128, 2), (256, 128), (256, 1), (128,)]
+    """,
+    returns=norm_both_ways_op.outputs,
 )
 
 activate_both_ways = public_as_declared(

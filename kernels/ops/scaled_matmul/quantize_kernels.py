@@ -98,8 +98,21 @@ def _entries(i, j, D: tl.constexpr):
 
 
 @triton.jit
+def _loaded(x_ptr, weight_ptr, rstd_ptr, i, j, D: tl.constexpr):
+    """Returns a tile in float32: of x, or of its norm, rounded as where it is written."""
+    x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
+    if weight_ptr is not None:
+        inside = tl.arange(0, 128)
+        rstd, weight = tl.load(rstd_ptr + i * 128 + inside), tl.load(weight_ptr + j * 128 + inside).to(tl.float32)
+        x = (x * rstd[:, None] * weight[None, :]).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
 def quantize_both_ways_kernel(
     x_ptr,  # [E, M, D]
+    weight_ptr,  # [D], of the norm of x; None: of x itself
+    rstd_ptr,  # [E, M]
     values_ptr,  # [E, M, D]
     scale_ptr,  # [E, M / ROWS, D / 128]
     turned_ptr,  # [E, D, M]
@@ -112,7 +125,7 @@ def quantize_both_ways_kernel(
     E5M2: tl.constexpr,
 ):
     i, j = _tile(tl.program_id(0), E * M, D)
-    x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
+    x = _loaded(x_ptr, weight_ptr, rstd_ptr, i, j, D)
     quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M, D, ROWS, TURNED_ROWS, E5M2)
 
 
@@ -122,6 +135,8 @@ def quantize_both_ways_kernel(
 @triton.jit
 def largest_both_ways_kernel(
     x_ptr,  # [M, D]
+    weight_ptr,  # [D], of the norm of x; None: of x itself
+    rstd_ptr,  # [M]
     of_rows_ptr,  # [D / 128, M]: the bits of the largest magnitude of each row, in each 128 columns
     of_columns_ptr,  # [M / 128, D]
     M: tl.constexpr,
@@ -129,7 +144,7 @@ def largest_both_ways_kernel(
 ):
     i, j = _tile(tl.program_id(0), M, D)
     inside = tl.arange(0, 128)
-    x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
+    x = _loaded(x_ptr, weight_ptr, rstd_ptr, i, j, D)
     tl.store(of_rows_ptr + j.to(tl.int64) * M + i * 128 + inside, largest(x, 1))
     tl.store(of_columns_ptr + i.to(tl.int64) * D + j * 128 + inside, largest(x, 0))
 
@@ -137,6 +152,8 @@ def largest_both_ways_kernel(
 @triton.jit
 def quantize_rows_both_ways_kernel(
     x_ptr,  # [E, M, D]
+    weight_ptr,  # [D], of the norm of x; None: of x itself
+    rstd_ptr,  # [E, M]
     of_rows_ptr,  # [E, M]: the bits of the largest magnitudes
     of_columns_ptr,  # [E, D]
     values_ptr,  # [E, M, D]
@@ -151,7 +168,7 @@ def quantize_rows_both_ways_kernel(
     i, j = _tile(tl.program_id(0), E * M, D)
     inside = tl.arange(0, 128)
     rows, columns, matrix = i * 128 + inside, j * 128 + inside, i // (M // 128)
-    x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
+    x = _loaded(x_ptr, weight_ptr, rstd_ptr, i, j, D)
     of_rows, of_columns = tl.load(of_rows_ptr + rows), tl.load(of_columns_ptr + matrix * D + columns)
     scale, turned_scale = _write_tile(x, of_rows, of_columns, values_ptr, turned_ptr, i, j, M, D, E5M2)
     tl.store(scale_ptr + rows, scale, mask=inside + j * 128 < 128)

@@ -1,4 +1,5 @@
-"""Contracts of quantisation along both dims of an array: alone, after the activation of a gated MLP, and of its cotangents."""
+"""Contracts of quantisation along both dims of an array: alone, after a norm, after the activation of a gated MLP, and of its
+cotangents."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from kernels.framework.binding import Call
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
 from kernels.ops.gated_mlp import gated_activation
+from kernels.ops.rms_norm import op as norm_op
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig
 from kernels.ops.scaled_matmul.formats import DTYPES, quantized
 
@@ -76,6 +78,32 @@ def work_of_quantisation(call: Call) -> tuple[Work, Work]:
     scales = 4 * M * D // (entries or D) // call.rows + 4 * M * D // (entries or M // matrices) // call.turned_rows
     reads = 1 if entries else 2
     return Work(2 * M * D, reads * nbytes(call.x) + 2 * M * D + scales), Work(0, 0)
+
+
+# -- of a norm ---------------------------------------------------------------------------------------------------------
+
+
+def normalize_both_ways(
+    x: Float[Array, "M D"], weight: Float[Array, " D"], *, eps: float = 1e-6, entries: int | None = 128
+) -> tuple[Shaped[Array, "M D"], Float[Array, "M _"], Shaped[Array, "D M"], Float[Array, "D _"], Float[Array, " M"]]:
+    """Returns `quantize_both_ways` of rms_norm(x, weight), rounded to the dtype of x before: its rows and those of its transpose
+    in blocks of `entries`; and rstd = 1 / sqrt(mean(x², over D) + eps), float32.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    _check_whole("normalize_both_ways", "x", x)
+    _check_entries("normalize_both_ways", entries)
+    out, rstd = norm_op(x, weight, eps=eps)
+    return *quantize_both_ways(out, entries=entries), rstd
+
+
+def work_of_norm(call: Call) -> tuple[Work, Work]:
+    """Returns the work of rstd and of both operands, each of which reads x; with a scale of whole rows it is read once more."""
+    (M, D), entries = call.x.shape, call.entries
+    scales = 4 * (M * (D // entries) + D * (M // entries) if entries else M + D)
+    reads = 2 if entries else 3
+    return Work(7 * M * D, reads * nbytes(call.x) + nbytes(call.weight) + 2 * M * D + scales + 4 * M), Work(0, 0)
 
 
 # -- of a gated MLP ----------------------------------------------------------------------------------------------------
@@ -159,6 +187,21 @@ both_ways_op = Op(
         Case("mlp_8k_rows", {"M": 32768, "D": 8192}, {"entries": None}, tags=frozenset({"bench", "code"})),
     ),
     work=work_of_quantisation,
+)
+
+norm_both_ways_op = Op(
+    normalize_both_ways,
+    outputs=(*OPERANDS, "rstd"),
+    no_gradient=("x", "weight"),
+    config=ScaledMatmulConfig,
+    cases=(
+        Case("small", {"M": 128, "D": 256}, tags=frozenset({"smoke", "code"})),
+        Case("eps", {"M": 256, "D": 128}, {"eps": 0.1}, tags=frozenset({"slow"})),
+        Case("whole_rows", {"M": 256, "D": 128}, {"entries": None}),
+        Case("model_2k", {"M": 32768, "D": 2048}, tags=frozenset({"bench", "code"})),
+        Case("model_2k_rows", {"M": 32768, "D": 2048}, {"entries": None}, tags=frozenset({"bench", "code"})),
+    ),
+    work=work_of_norm,
 )
 
 activate_op = Op(

@@ -28,9 +28,12 @@ from kernels.ops.scaled_matmul.quantizing import (
     activation_cotangents,
     both_ways_op,
     cotangents_op,
+    norm_both_ways_op,
+    normalize_both_ways,
     quantize_both_ways,
     work_of_activation,
     work_of_cotangents,
+    work_of_norm,
     work_of_quantisation,
 )
 from kernels.ops.scaled_matmul.quantizing_rows import (
@@ -265,13 +268,21 @@ def _parts(x, tall):
     return jax.ShapeDtypeStruct((D // 128, M), jnp.int32), jax.ShapeDtypeStruct((M // tall, D), jnp.int32)
 
 
-def _quantised_rows(x, parts, cfg, dtype="float8_e4m3fn", matrices=1):
-    """Returns the operands of x with one scale for each whole row, from the bits of the largest magnitudes of its parts."""
+def _quantised_rows(x, parts, cfg, dtype="float8_e4m3fn", matrices=1, norm=(None, None)):
+    """Returns the operands of x with one scale for each whole row, from the bits of the largest magnitudes of its parts; or
+    those of its norm (weight, rstd)."""
     (of_rows, of_columns), D = parts, x.shape[1]
-    arrays = x, jnp.max(of_rows, 0), jnp.max(of_columns.reshape(matrices, -1, D), 1).reshape(-1)
+    arrays = x, *norm, jnp.max(of_rows, 0), jnp.max(of_columns.reshape(matrices, -1, D), 1).reshape(-1)
     out, how = _operands(x, 1, 1, None, matrices), {"matrices": matrices, "E": matrices, "D": D}
     work = Work(2 * x.size, nbytes(*arrays, *out))
     return _launch(quantize_rows_both_ways_kernel, arrays, out, cfg, work, dtype, E5M2=dtype == "float8_e5m2", **how)
+
+
+def _with_largest(x, cfg, dtype="float8_e4m3fn", matrices=1, norm=(None, None)):
+    parts = _parts(x, 128)
+    work = Work(2 * x.size, nbytes(x, *norm, *parts))
+    most = _launch(largest_both_ways_kernel, (x, *norm), parts, cfg, work, D=x.shape[1])
+    return _quantised_rows(x, most, cfg, dtype, matrices, norm)
 
 
 def both_ways(x, rows, turned_rows, entries, matrices, dtype, cfg):
@@ -279,13 +290,23 @@ def both_ways(x, rows, turned_rows, entries, matrices, dtype, cfg):
     if not _converts():
         return quantize_both_ways(x, **options)
     if entries is None:
-        parts = _parts(x, 128)
-        most = _launch(largest_both_ways_kernel, (x,), parts, cfg, Work(2 * x.size, nbytes(x, *parts)), D=x.shape[1])
-        return _quantised_rows(x, most, cfg, dtype, matrices)
+        return _with_largest(x, cfg, dtype, matrices)
     out, work = _operands(x, rows, turned_rows, 128, matrices), work_of_quantisation(both_ways_op.bind(x, **options))[0]
     how = {"matrices": matrices, "E": matrices, "D": x.shape[1], "E5M2": dtype == "float8_e5m2"}
     how |= {"ROWS": rows, "TURNED_ROWS": turned_rows}
-    return _launch(quantize_both_ways_kernel, (x,), out, cfg, work, dtype, **how)
+    return _launch(quantize_both_ways_kernel, (x, None, None), out, cfg, work, dtype, **how)
+
+
+def normalised(x, weight, eps, entries, cfg):
+    if not _converts():
+        return normalize_both_ways(x, weight, eps=eps, entries=entries)
+    # By XLA, which sums the squares of a residual stream where it adds it up.
+    rstd = lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), 1) + eps)
+    if entries is None:
+        return *_with_largest(x, cfg, norm=(weight, rstd)), rstd
+    out, how = _operands(x, 1, 1), {"E": 1, "D": x.shape[1], "ROWS": 1, "TURNED_ROWS": 1, "E5M2": False}
+    work = work_of_norm(norm_both_ways_op.bind(x, weight))[0]
+    return *_launch(quantize_both_ways_kernel, (x, weight, rstd), out, cfg, work, **how), rstd
 
 
 def activate(gate, up, activation, entries, cfg):
@@ -356,6 +377,7 @@ def pair_cotangents(pair, d, activation, cfg):
 # The fastest on an H200 of 4, 8 and 16 for [32768, 8192], with scales of blocks and of whole rows.
 for _op, _function, _warps, _whole in (
     (both_ways_op, both_ways, 8, 4),
+    (norm_both_ways_op, normalised, 8, 4),
     (activate_op, activate, 8, 8),
     (cotangents_op, cotangents, 16, 8),
     (rows_op, quantise_rows, 4, None),

@@ -20,6 +20,8 @@ from kernels.ops.scaled_matmul.quantizing import (
     activation_cotangents,
     both_ways_op,
     cotangents_op,
+    norm_both_ways_op,
+    normalize_both_ways,
     quantize_both_ways,
 )
 from kernels.ops.scaled_matmul.quantizing_rows import (
@@ -84,6 +86,10 @@ def both_ways(x, rows, turned_rows, entries, matrices, dtype):
     return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, entries=entries, matrices=matrices, dtype=dtype)
 
 
+def normalised(x, weight, eps, entries):
+    return normalize_both_ways(x, weight, eps=eps, entries=entries)
+
+
 def activate(gate, up, activation, entries):
     return activate_both_ways(gate, up, activation=activation, entries=entries)
 
@@ -106,6 +112,7 @@ def pair_cotangents(pair, d, activation):
 
 for _op, _function in (
     (both_ways_op, both_ways),
+    (norm_both_ways_op, normalised),
     (activate_op, activate),
     (cotangents_op, cotangents),
     (rows_op, rows),
