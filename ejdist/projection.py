@@ -21,7 +21,7 @@ from ejdist.layout import axes_in, constrain, current_layout, gather, on_mesh, s
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
 from ejdist.packed import Packed, packed_product
-from ejdist.precision import PRODUCT, Narrow, check_device, narrow_mlp, narrow_products
+from ejdist.precision import PRODUCT, Narrow, Norm, Normed, check_device, fuses_norm, narrow_mlp, narrow_products
 from kernels.framework.dims import VOCABULARY
 from kernels.framework.dispatch import vary_alike
 
@@ -59,7 +59,7 @@ def project(
 
 
 def project_all(
-    x: jax.Array,
+    x: jax.Array | Normed,
     weights: Sequence[Any],
     subscripts: Sequence[str],
     *,
@@ -69,15 +69,18 @@ def project_all(
 ) -> tuple[jax.Array, ...]:
     """Returns the products of x with several parameters, each as `project` returns it.
 
-    The products with matrices that are `Narrow` share what x is in 8 bits: it is quantised once.
+    The products with matrices that are `Narrow` share what x is in 8 bits: it is quantised once. If all are, and x is `Normed`,
+    that is where the norm is computed.
     """
+    x, of_norm = (x.values, x) if isinstance(x, Normed) else (x, None)
     for weight, of in zip(weights, subscripts, strict=True):
         _check(x, weight, of)
     narrow = [i for i, (w, of) in enumerate(zip(weights, subscripts)) if isinstance(w, Narrow) and not _batched(of)]
     together = {narrow[0]: narrow} if len({_summed(subscripts[i]) for i in narrow}) == 1 else {i: [i] for i in narrow}
     products: dict[int, jax.Array] = {}
+    normed = of_norm if len(together) == 1 and len(narrow) == len(weights) else None
     for some in together.values():
-        made = _narrow(x, [weights[i] for i in some], [subscripts[i] for i in some], mesh)
+        made = _narrow(x, [weights[i] for i in some], [subscripts[i] for i in some], mesh, normed)
         products |= dict(zip(some, made, strict=True))
     results = []
     for i, (weight, of, bias) in enumerate(zip(weights, subscripts, biases or [None] * len(weights), strict=True)):
@@ -143,15 +146,31 @@ def _einsum(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, weight, precision=precision)
 
 
-def _narrow(x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: Any) -> tuple[jax.Array, ...]:
-    """Returns the products in 8 bits. Each device quantises the parts that it multiplies, by scales of its own."""
+def _before_norm(
+    normed: Normed | None, precision: str, places: Any = None, mesh: Any = None
+) -> tuple[jax.Array, Norm] | None:
+    """Returns the array before its norm, [..., D], and the norm, where devices compute it while they quantise; `places`: how the
+    array is split over the mesh."""
+    if normed is None:
+        return None
+    shape = normed.x.shape if mesh is None else jax.sharding.NamedSharding(mesh, places).shard_shape(normed.x.shape)
+    whole = shape[-1] == normed.x.shape[-1]
+    return (normed.x, normed.norm) if whole and fuses_norm(shape, precision) else None
+
+
+def _narrow(
+    x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: Any, normed: Normed | None
+) -> tuple[jax.Array, ...]:
+    """Returns the products in 8 bits. Each device quantises the parts that it multiplies, by scales of its own. `normed`: what x
+    is the norm of, if over its last dim alone the products sum."""
     dims, precision = [parsed(of) for of in subscripts], weights[0].precision
     if isinstance(mesh, jax.sharding.Mesh):
         check_device(precision, mesh.devices.flat[0])
     values = [gather(w.values, " ".join(of[1]), mesh) for w, of in zip(weights, dims, strict=True)]
     here = mesh_here(mesh)
     if here is None or here.size == 1:
-        return narrow_products(dims, x, values, [None] * len(values), precision, (True,) * len(values))
+        x, norm = _before_norm(normed, precision) or (x, None)
+        return narrow_products(dims, x, norm, values, [None] * len(values), precision, (True,) * len(values))
     axes = on_mesh(current_layout().activations, here)
     dims_x, sizes = dims[0][0], dict(zip(dims[0][0], x.shape))
     for (_, of, _), w in zip(dims, values, strict=True):
@@ -162,26 +181,33 @@ def _narrow(x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: An
     def placed(names: list[str]) -> Any:
         return spec(names, axes, shape=[sizes[n] for n in names], mesh=here, what="activation")
 
+    x, norm = _before_norm(normed, precision, placed(dims_x), here) or (x, None)
     split = tuple(a for d in dims_x if d in dims[0][1] for a in axes_in(spec([d], axes, shape=[sizes[d]], mesh=here)))
 
-    def on_shard(x: jax.Array, values: list[jax.Array], blocks: list[Any]) -> tuple[jax.Array, ...]:
+    def on_shard(x: jax.Array, norm: Norm | None, values: list[jax.Array], blocks: list[Any]) -> tuple[jax.Array, ...]:
         matrices = [flat(b, of, dims_x) for b, (_, of, _) in zip(blocks, dims, strict=True)]
-        products = narrow_products(dims, x, values, matrices, precision, whole)
+        products = narrow_products(dims, x, norm, values, matrices, precision, whole)
         return jax.lax.psum(products, split) if split else products
 
     outs = tuple(placed(of) for _, _, of in dims)
-    specs = placed(dims_x), [placed(of) for _, of, _ in dims], [spec_of(b, here) for b in made]
-    return map_shards(on_shard, here, specs, outs)(x, values, [b and b.blocks for b in made])
+    specs = placed(dims_x), _everywhere(norm), [placed(of) for _, of, _ in dims], [spec_of(b, here) for b in made]
+    return map_shards(on_shard, here, specs, outs)(x, norm, values, [b and b.blocks for b in made])
+
+
+def _everywhere(norm: Norm | None) -> Norm | None:
+    """Returns how a norm lies on a mesh."""
+    return norm and Norm(jax.sharding.PartitionSpec(), norm.eps)
 
 
 def project_mlp(
-    x: jax.Array, gate: Narrow, up: Narrow, down: Narrow, *, activation: str, mesh: Any = None
+    x: jax.Array | Normed, gate: Narrow, up: Narrow, down: Narrow, *, activation: str, mesh: Any = None
 ) -> jax.Array:
     """Returns (activation(x gate) * (x up)) down of x [B, T, D], with matrices [D, F], [D, F] and [F, D], in 8 bits.
 
     As with `project`, one by one, but what is F wide is quantised where it is computed. Where an axis splits both the tokens'
     features and the sums over them, the products are made one by one.
     """
+    x, normed = (x.values, x) if isinstance(x, Normed) else (x, None)
     weights, dims, precision = (gate, up, down), ["B", "T", "D"], gate.precision
     dims_of, summed = (["D", "F"], ["D", "F"], ["F", "D"]), (["D"], ["D"], ["F"])
     for weight in (gate, up):
@@ -191,13 +217,16 @@ def project_mlp(
     values = [gather(w.values, " ".join(of), mesh) for w, of in zip(weights, dims_of, strict=True)]
     here = mesh_here(mesh)
 
-    def mlp(x: jax.Array, values: list[jax.Array], blocks: list[Any], whole: tuple[bool, ...]) -> jax.Array:
-        x, values, blocks = vary_alike((x, values, blocks))
-        out = narrow_mlp(x.reshape(-1, x.shape[-1]), tuple(values), tuple(blocks), precision, whole, activation)
+    def mlp(
+        x: jax.Array, norm: Norm | None, values: list[jax.Array], blocks: list[Any], whole: tuple[bool, ...]
+    ) -> jax.Array:
+        x, norm, values, blocks = vary_alike((x, norm, values, blocks))
+        out = narrow_mlp(x.reshape(-1, x.shape[-1]), norm, tuple(values), tuple(blocks), precision, whole, activation)
         return checkpoint_name(out, PRODUCT).reshape(*x.shape[:-1], -1)
 
     if here is None or here.size == 1:
-        return constrain(mlp(x, values, [None] * 3, (True,) * 3), " ".join(dims), mesh)
+        x, norm = _before_norm(normed, precision) or (x, None)
+        return constrain(mlp(x, norm, values, [None] * 3, (True,) * 3), " ".join(dims), mesh)
     axes = on_mesh(current_layout().activations, here)
     sizes = dict(zip((*dims, "F"), (*x.shape, gate.shape[1]), strict=True))
 
@@ -208,16 +237,17 @@ def project_mlp(
         sides = project_all(x, [gate, up], ["btd,df->btf"] * 2, mesh=mesh)
         wide = kernels.gated_activation(*sides, activation=activation)
         return project(wide, down, "btf,fd->btd", mesh=mesh)
+    x, norm = _before_norm(normed, precision, placed(dims), here) or (x, None)
     split = tuple(axes_in(placed(["F"])))
     made = [gathered_blocks(w, of, over, mesh) for w, of, over in zip(weights, dims_of, summed, strict=True)]
     whole = tuple(stays(w.values.shape, of, mesh) for w, of in zip(weights, dims_of, strict=True))
 
-    def on_shard(x: jax.Array, values: list[jax.Array], blocks: list[Any]) -> jax.Array:
-        out = mlp(x, values, blocks, whole)
+    def on_shard(x: jax.Array, norm: Norm | None, values: list[jax.Array], blocks: list[Any]) -> jax.Array:
+        out = mlp(x, norm, values, blocks, whole)
         return jax.lax.psum(out, split) if split else out
 
-    specs = placed(dims), [placed(of) for of in dims_of], [spec_of(b, here) for b in made]
-    out = map_shards(on_shard, here, specs, placed(dims))(x, values, [b and b.blocks for b in made])
+    specs = placed(dims), _everywhere(norm), [placed(of) for of in dims_of], [spec_of(b, here) for b in made]
+    out = map_shards(on_shard, here, specs, placed(dims))(x, norm, values, [b and b.blocks for b in made])
     return constrain(out, " ".join(dims), mesh)
 
 

@@ -20,7 +20,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LARGEST_LOGITS, LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
-from ejdist.precision import BF16, Narrow
+from ejdist.precision import BF16, Narrow, Norm, Normed
 from ejdist.sequence.cost import AttentionShape
 from kernels.engines.attention.masks import MaskInfo, window_of
 
@@ -86,6 +86,7 @@ class Attention(Part):
     """RMSNorm, q, k, v, with RoPE or without, causal attention inside documents, output projection.
 
     prefix: of the names of its parameters; parts that share a stack have the same.
+    reads_norm: whether `attended` reads the layer's input after its norm, beside queries, keys and values.
     """
 
     windowed: bool = False
@@ -94,6 +95,7 @@ class Attention(Part):
     name = "attention"
     operation = "attention"  # of `Ops`
     prefix = ""
+    reads_norm = False
     saves = ("flash_attention.lse",)  # a number per query and head
     offloads = ("flash_attention.out",)
 
@@ -129,9 +131,10 @@ class Attention(Part):
         c, ops = ctx.config, ctx.ops
         p = {name.removeprefix(self.prefix): w for name, w in (params | self.norms(params, ctx)).items()}
         h = ops.rms_norm(x, p["attention_norm"], eps=c.norm_eps)
+        alone = not (c.attention_gate or self.reads_norm)
         names = ("query", "key", "value")
         q, k, v = ops.project_all(
-            h,
+            Normed(h, x, Norm(p["attention_norm"], c.norm_eps)) if alone else h,
             [p[name] for name in names],
             [f"btd,d{n}h->bt{n}h" for n in "nkk"],
             biases=[p.get(f"{name}_bias") for name in names],

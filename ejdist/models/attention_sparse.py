@@ -43,6 +43,7 @@ class SparseAttention(Attention):
     name = "sparse_attention"
     operation = "native_sparse_attention"
     prefix = "sparse_"
+    reads_norm = True
     saves = ()
     offloads = ("sparse_attention.out",)
     selects = True

@@ -25,7 +25,7 @@ from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
 from ejdist.packed import Packed
-from ejdist.precision import BF16, Narrow
+from ejdist.precision import BF16, Narrow, Norm, Normed
 from kernels.ops.gated_mlp import ACTIVATIONS, block_tokens
 
 
@@ -59,16 +59,17 @@ class MLP(Part):
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops = ctx.config, ctx.ops
-        h = ops.rms_norm(x, self.norms(params, ctx)["mlp_norm"], eps=c.norm_eps)
+        norm = Norm(self.norms(params, ctx)["mlp_norm"], c.norm_eps)
+        h = ops.rms_norm(x, norm.weight, eps=norm.eps)
         matrices = {name: params[name] for name in ("gate", "up", "down")}
         plain = not any(isinstance(matrix, Frozen | Narrow | Packed) for matrix in matrices.values())
         if plain and not REMAT[c.remat].products:  # the operation gathers its own weights, and saves nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
         if all(isinstance(matrix, Narrow) for matrix in matrices.values()):
-            return x + ops.project_mlp(h, **matrices, activation=c.activation), {}
+            return x + ops.project_mlp(Normed(h, x, norm), **matrices, activation=c.activation), {}
         # gated_mlp's backward would recompute two of the three products, which these policies save instead; and it knows no
         # adapter, no 8 bits and nothing packed.
-        gate, up = ops.project_all(h, [params["gate"], params["up"]], ["btd,df->btf"] * 2)
+        gate, up = ops.project_all(Normed(h, x, norm), [params["gate"], params["up"]], ["btd,df->btf"] * 2)
         product = ops.gated_activation(gate, up, activation=c.activation)
         return x + ops.project(product, params["down"], "btf,fd->btd"), {}
 
@@ -112,8 +113,10 @@ class UngatedMLP(Part):
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops = ctx.config, ctx.ops
-        h = ops.rms_norm(x, self.norms(params, ctx)["ungated_mlp_norm"], eps=c.norm_eps)
-        wide = ops.project(h, params["ungated_up"], "btd,df->btf").astype(jnp.float32)
+        norm = Norm(self.norms(params, ctx)["ungated_mlp_norm"], c.norm_eps)
+        h = Normed(ops.rms_norm(x, norm.weight, eps=norm.eps), x, norm)
+        (wide,) = ops.project_all(h, [params["ungated_up"]], ["btd,df->btf"])
+        wide = wide.astype(jnp.float32)
         active = jnp.square(jax.nn.relu(wide)) if c.activation == RELU2 else ACTIVATIONS[c.activation](wide)
         return x + ops.project(active.astype(x.dtype), params["ungated_down"], "btf,fd->btd"), {}
 
