@@ -224,6 +224,14 @@ def public_of(op):
     return {x.op.package for values in files for x in values if isinstance(x, PublicFunction)}
 
 
+def rooms_of(package, name):
+    """Returns the packages of the kernels of a backend's file: its own, and the engines and toolchains that it imports from."""
+    own = vars(sys.modules[f"{package}.{name}"]).values() if f"{package}.{name}" in sys.modules else ()
+    modules = {x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or "" for x in own}
+    family = [m for m in modules if m.startswith(("kernels.engines.", "kernels.toolchains.", f"{package}."))]
+    return {m.rpartition(".")[0] for m in family} | {package}
+
+
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_an_operation_with_kernels_says_which_cases_are_compiled(op):
     if compiled_backends(op):
@@ -244,12 +252,8 @@ def test_for_cuda(op, backend, case, dtype, target):
     assert names[0], "the forward has no kernel"
     assert names[-1][: len(names[0])] == names[0], names
     assert len(names) == 1 or len(names[1]) > len(names[0]), f"the backward has no kernel of its own: {names[1]}"
-    # The kernels are those of its file, or of the engines and toolchains that the file imports from.
-    own = vars(sys.modules[f"{op.package}.{backend.name}"])
-    modules = {x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or "" for x in own.values()}
-    family = [m for m in modules if m.startswith(("kernels.engines.", "kernels.toolchains.", f"{op.package}."))]
-    rooms = {m.rpartition(".")[0] for m in family} | public_of(op)
-    assert set(names[-1]) <= set(own).union(
+    rooms = set().union(*(rooms_of(package, backend.name) for package in {op.package} | public_of(op)))
+    assert set(names[-1]) <= set().union(
         *(vars(sys.modules[m]) for m in sys.modules if m.rpartition(".")[0] in rooms)
     ), names
     for kernel in {

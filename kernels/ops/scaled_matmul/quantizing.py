@@ -4,6 +4,7 @@ cotangents."""
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from kernels.engines.matmul.activations import ACTIVATIONS
@@ -12,7 +13,7 @@ from kernels.framework.binding import Call
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
 from kernels.ops.gated_mlp import gated_activation
-from kernels.ops.rms_norm import op as norm_op
+from kernels.ops.rms_norm import rms_norm
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig
 from kernels.ops.scaled_matmul.formats import DTYPES, quantized
 
@@ -83,6 +84,12 @@ def work_of_quantisation(call: Call) -> tuple[Work, Work]:
 # -- of a norm ---------------------------------------------------------------------------------------------------------
 
 
+def rstd_of(x: jax.Array, eps: float) -> jax.Array:
+    """Returns 1 / sqrt(mean(x², over D) + eps) of each row, in float32. XLA adds up the squares of a residual stream where it
+    adds up the stream."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1) + eps)
+
+
 def normalize_both_ways(
     x: Float[Array, "M D"], weight: Float[Array, " D"], *, eps: float = 1e-6, entries: int | None = 128
 ) -> tuple[Shaped[Array, "M D"], Float[Array, "M _"], Shaped[Array, "D M"], Float[Array, "D _"], Float[Array, " M"]]:
@@ -94,8 +101,7 @@ def normalize_both_ways(
     """
     _check_whole("normalize_both_ways", "x", x)
     _check_entries("normalize_both_ways", entries)
-    out, rstd = norm_op(x, weight, eps=eps)
-    return *quantize_both_ways(out, entries=entries), rstd
+    return *quantize_both_ways(rms_norm(x, weight, eps=eps), entries=entries), rstd_of(x, eps)
 
 
 def work_of_norm(call: Call) -> tuple[Work, Work]:

@@ -31,6 +31,7 @@ from kernels.ops.scaled_matmul.quantizing import (
     norm_both_ways_op,
     normalize_both_ways,
     quantize_both_ways,
+    rstd_of,
     work_of_activation,
     work_of_cotangents,
     work_of_norm,
@@ -300,8 +301,7 @@ def both_ways(x, rows, turned_rows, entries, matrices, dtype, cfg):
 def normalised(x, weight, eps, entries, cfg):
     if not _converts():
         return normalize_both_ways(x, weight, eps=eps, entries=entries)
-    # By XLA, which sums the squares of a residual stream where it adds it up.
-    rstd = lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), 1) + eps)
+    rstd = rstd_of(x, eps)
     if entries is None:
         return *_with_largest(x, cfg, norm=(weight, rstd)), rstd
     out, how = _operands(x, 1, 1), {"E": 1, "D": x.shape[1], "ROWS": 1, "TURNED_ROWS": 1, "E5M2": False}
