@@ -308,7 +308,11 @@ def _backward(
         of_d = operands_of(d, precision, "d")
         parts.append(times(of_d.values, of_d.scale, w.values, w.scale, d, (d.shape[0], w.shape[0])))
         gradients.append(times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape).astype(w.dtype))
-    return *_through(normed, sum(parts[1:], parts[0])), tuple(gradients), None  # blocks have no gradient beside their matrix's
+    return (
+        *_through(normed, sum(parts[1:], parts[0])),
+        tuple(gradients),
+        None,
+    )  # blocks have no gradient beside their matrix's
 
 
 _products.defvjp(_forward, _backward)

@@ -190,13 +190,13 @@ def _narrow(
         return jax.lax.psum(products, split) if split else products
 
     outs = tuple(placed(of) for _, _, of in dims)
-    specs = placed(dims_x), _everywhere(norm), [placed(of) for _, of, _ in dims], [spec_of(b, here) for b in made]
+    specs = placed(dims_x), _everywhere(norm, here), [placed(of) for _, of, _ in dims], [spec_of(b, here) for b in made]
     return map_shards(on_shard, here, specs, outs)(x, norm, values, [b and b.blocks for b in made])
 
 
-def _everywhere(norm: Norm | None) -> Norm | None:
+def _everywhere(norm: Norm | None, mesh: Any) -> Norm | None:
     """Returns how a norm lies on a mesh."""
-    return norm and Norm(jax.sharding.PartitionSpec(), norm.eps)
+    return norm and Norm(spec(["_"], {}, shape=norm.weight.shape, mesh=mesh), norm.eps)
 
 
 def project_mlp(
@@ -246,7 +246,7 @@ def project_mlp(
         out = mlp(x, norm, values, blocks, whole)
         return jax.lax.psum(out, split) if split else out
 
-    specs = placed(dims), _everywhere(norm), [placed(of) for of in dims_of], [spec_of(b, here) for b in made]
+    specs = placed(dims), _everywhere(norm, here), [placed(of) for of in dims_of], [spec_of(b, here) for b in made]
     out = map_shards(on_shard, here, specs, placed(dims))(x, norm, values, [b and b.blocks for b in made])
     return constrain(out, " ".join(dims), mesh)
 
