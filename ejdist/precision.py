@@ -15,7 +15,7 @@ of 8 bits and gathered again; with other scales w is gathered and quantised agai
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,9 +56,8 @@ PRECISIONS = {
     "fp8_row": Precision("row", passes=4.0),
     # e4m3 both ways (DeepSeek-AI, DeepSeek-V3, 2024, section 3.3); one kernel makes both operands of an array.
     "fp8_block": Precision("block", passes=3.0),
-    "mxfp8": Precision(
-        "mx", on_gpus=False
-    ),  # OCP Microscaling Formats (MX) 1.0, 2023: no tensor core of Hopper takes its scales
+    # OCP Microscaling Formats (MX) 1.0, 2023: no tensor core of Hopper takes its scales.
+    "mxfp8": Precision("mx", on_gpus=False),
 }
 
 
@@ -220,7 +219,18 @@ def of_matrix(w: jax.Array, blocks: Blocks | None, precision: str) -> Operands:
     return Operands(values, blocks.scale, values.T, blocks.scale.T)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape", "dtype"])
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "blocks"], meta_fields=["whole"])
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that products read. With blocks, those that it was quantised in before, the dims of sums first, it is there for
+    its gradient alone. `whole`: it is stored as it is, and was not gathered."""
+
+    values: Any
+    blocks: Blocks | None = None
+    whole: bool = True
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape", "dtype", "whole"])
 @dataclass(frozen=True)
 class Kept:
     """What the backward has of a matrix [D, F]: its rows in 8 bits, which a cotangent is multiplied by."""
@@ -229,23 +239,23 @@ class Kept:
     scale: Any
     shape: tuple[int, ...]
     dtype: Any
+    whole: bool
+
+    def gradient(self, d: jax.Array) -> Matrix:
+        """Returns a matrix's gradient, beside which its blocks have none."""
+        return Matrix(d.astype(self.dtype), None, self.whole)
 
 
-def _kept(w: jax.Array, of_w: Operands, whole: bool) -> Kept:
+def _kept(w: Matrix, of_w: Operands) -> Kept:
     """Returns the side of a matrix for the backward; under the name that remat policies keep if it is stored whole. Of one that
     was gathered a device would keep the parts of all."""
-    values, scale = (checkpoint_name(y, OPERAND) if whole else y for y in (of_w.values, of_w.scale))
-    return Kept(values, scale, w.shape, w.dtype)
+    values, scale = (checkpoint_name(y, OPERAND) if w.whole else y for y in (of_w.values, of_w.scale))
+    return Kept(values, scale, w.values.shape, w.values.dtype, w.whole)
 
 
-def _fused(x: jax.Array, precision: str) -> bool:
-    """Returns whether an operation quantises what it computes of such an array."""
-    return _together(SCALINGS[PRECISIONS[precision].scaling]) and not any(size % 128 for size in x.shape)
-
-
-def fuses_norm(shape: tuple[int, ...], precision: str) -> bool:
-    """Returns whether the norm of a device's array [..., D] is quantised where it is computed."""
-    return _fused(jax.ShapeDtypeStruct((math.prod(shape[:-1]), shape[-1]), jnp.bfloat16), precision)
+def fuses(shape: tuple[int, ...], precision: str) -> bool:
+    """Returns whether an operation quantises what it computes of a device's array [..., D]."""
+    return _together(SCALINGS[PRECISIONS[precision].scaling]) and not (math.prod(shape[:-1]) % 128 or shape[-1] % 128)
 
 
 def _entries(precision: str) -> int | None:
@@ -269,50 +279,33 @@ def _through(normed: Any, d: jax.Array) -> tuple[jax.Array, Norm | None]:
     return dx, Norm(dweight, norm.eps)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _products(
-    x: jax.Array,
-    norm: Norm | None,
-    matrices: tuple[jax.Array, ...],
-    blocks: tuple[Blocks | None, ...],
-    precision: str,
-    whole: tuple[bool, ...],
-) -> tuple[jax.Array, ...]:
-    """Returns x [M, D], or its norm, times each matrix [D, F]. One whose blocks are passed is there for its gradient alone. `whole`: of each,
-    whether it is stored as it is."""
-    return _forward(x, norm, matrices, blocks, precision, whole)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _products(x: jax.Array, norm: Norm | None, matrices: tuple[Matrix, ...], precision: str) -> tuple[jax.Array, ...]:
+    """Returns x [M, D], or its norm, times each matrix [D, F]."""
+    return _forward(x, norm, matrices, precision)[0]
 
 
 def _forward(
-    x: jax.Array,
-    norm: Norm | None,
-    matrices: tuple[jax.Array, ...],
-    blocks: tuple[Blocks | None, ...],
-    precision: str,
-    whole: tuple[bool, ...],
+    x: jax.Array, norm: Norm | None, matrices: tuple[Matrix, ...], precision: str
 ) -> tuple[tuple[jax.Array, ...], Any]:
     (of_x, normed), outs, kept = _read(x, norm, precision), [], []
-    for w, of, stays in zip(matrices, blocks, whole, strict=True):
-        of_w = of_matrix(w, of, precision)
-        shape = x.shape[0], w.shape[1]
+    for w in matrices:
+        of_w = of_matrix(w.values, w.blocks, precision)
+        shape = x.shape[0], w.values.shape[1]
         outs.append(times(of_x.values, of_x.scale, of_w.turned, of_w.turned_scale, x, shape))
-        kept.append(_kept(w, of_w, stays))
+        kept.append(_kept(w, of_w))
     return tuple(outs), (normed, *_turned(of_x), tuple(kept))
 
 
 def _backward(
-    precision: str, whole: tuple[bool, ...], saved: Any, cotangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, Any, Any, Any]:
+    precision: str, saved: Any, cotangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, Norm | None, tuple[Matrix, ...]]:
     (normed, x, x_scale, kept), parts, gradients = saved, [], []
     for w, d in zip(kept, cotangents, strict=True):
         of_d = operands_of(d, precision, "d")
         parts.append(times(of_d.values, of_d.scale, w.values, w.scale, d, (d.shape[0], w.shape[0])))
-        gradients.append(times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape).astype(w.dtype))
-    return (
-        *_through(normed, sum(parts[1:], parts[0])),
-        tuple(gradients),
-        None,
-    )  # blocks have no gradient beside their matrix's
+        gradients.append(w.gradient(times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape)))
+    return *_through(normed, sum(parts[1:], parts[0])), tuple(gradients)
 
 
 _products.defvjp(_forward, _backward)
@@ -322,28 +315,26 @@ def narrow_products(
     dims: list[tuple[list[str], list[str], list[str]]],
     x: jax.Array,
     norm: Norm | None,
-    matrices: list[jax.Array],
-    blocks: list[Blocks | None],
+    matrices: list[Matrix],
     precision: str,
-    whole: tuple[bool, ...],
 ) -> tuple[jax.Array, ...]:
     """Returns the products of x with matrices, each of these dims (of x, of the matrix, of the product), in 8 bits, in the
-    dtype of x; or those of its norm, where `fuses_norm`; their gradients are such products too. All sum over the same dims of x. `blocks`: of each matrix that was
-    quantised before, the dims of sums first; or None. `whole`: of each, whether it is stored as it is, and was not gathered."""
+    dtype of x; their gradients are such products too. All sum over the same dims of x. With a norm, over its last dim, they are
+    the products of the norm of x, where `fuses`."""
     # One type inside of a `shard_map`, so that what a device adds to a gradient is summed.
-    x, norm, matrices, blocks = vary_alike((x, norm, matrices, blocks))
+    x, norm, matrices = vary_alike((x, norm, matrices))
     dims_x = dims[0][0]
     summed = [d for d in dims_x if d in dims[0][1]]
     kept = [d for d in dims_x if d not in summed]
     rows = jnp.transpose(x, [dims_x.index(d) for d in (*kept, *summed)])
     inputs = math.prod(x.shape[dims_x.index(d)] for d in summed)
     columns, shapes = [], []
-    for (_, dims_weight, _), w in zip(dims, matrices, strict=True):
-        others = [d for d in dims_weight if d not in summed]
+    for (_, dims_weight, _), matrix in zip(dims, matrices, strict=True):
+        others, w = [d for d in dims_weight if d not in summed], matrix.values
         columns.append(jnp.transpose(w, [dims_weight.index(d) for d in (*summed, *others)]).reshape(inputs, -1))
         shapes.append([x.shape[dims_x.index(d)] for d in kept] + [w.shape[dims_weight.index(d)] for d in others])
-    made = []
-    products = _products(rows.reshape(-1, inputs), norm, tuple(columns), tuple(blocks), precision, whole)
+    flat = tuple(replace(matrix, values=w) for matrix, w in zip(matrices, columns, strict=True))
+    products, made = _products(rows.reshape(-1, inputs), norm, flat, precision), []
     for (_, dims_weight, dims_out), out, shape in zip(dims, products, shapes, strict=True):
         order = kept + [d for d in dims_weight if d not in summed]
         made.append(jnp.transpose(checkpoint_name(out, PRODUCT).reshape(shape), [order.index(d) for d in dims_out]))
@@ -353,53 +344,41 @@ def narrow_products(
 # -- a gated MLP -------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def narrow_mlp(
-    x: jax.Array,
-    norm: Norm | None,
-    matrices: tuple[jax.Array, ...],
-    blocks: tuple[Blocks | None, ...],
-    precision: str,
-    whole: tuple[bool, ...],
-    activation: str,
+    x: jax.Array, norm: Norm | None, matrices: tuple[Matrix, ...], precision: str, activation: str
 ) -> jax.Array:
-    """Returns (activation(x gate) * (x up)) down of x [M, D], or of its norm, its products in 8 bits, as products one by one have it.
-    `matrices` are gate, up and down, and `blocks` and `whole` as for `narrow_products`.
+    """Returns (activation(x gate) * (x up)) down of x [M, D], or of its norm, its products in 8 bits, as products one by one
+    have it. `matrices` are gate, up and down.
 
     What is as wide as `gate` is quantised where it is computed. With scales of blocks neither the activation's product nor its
     cotangents are written in a wider dtype; with those of rows they are, with their largest magnitudes.
     """
-    return _mlp_forward(x, norm, matrices, blocks, precision, whole, activation)[0]
+    return _mlp_forward(x, norm, matrices, precision, activation)[0]
 
 
 def _mlp_forward(
-    x: jax.Array,
-    norm: Norm | None,
-    matrices: tuple[jax.Array, ...],
-    blocks: tuple[Blocks | None, ...],
-    precision: str,
-    whole: tuple[bool, ...],
-    activation: str,
+    x: jax.Array, norm: Norm | None, matrices: tuple[Matrix, ...], precision: str, activation: str
 ) -> tuple[jax.Array, Any]:
-    (g, u), (normed, h, h_scale, kept) = _forward(x, norm, matrices[:2], blocks[:2], precision, whole[:2])
+    (g, u), (normed, h, h_scale, kept) = _forward(x, norm, matrices[:2], precision)
     g, u = (checkpoint_name(y, PRODUCT) for y in (g, u))
-    if _fused(g, precision):
+    if fuses(g.shape, precision):
         of_p = Operands(*kernels.activate_both_ways(g, u, activation=activation, entries=_entries(precision)))
     else:
         of_p = operands_of(kernels.gated_activation(g, u, activation=activation), precision, "x")
-    down, of_down = matrices[2], of_matrix(matrices[2], blocks[2], precision)
-    out = times(of_p.values, of_p.scale, of_down.turned, of_down.turned_scale, x, (x.shape[0], down.shape[1]))
-    return out, (normed, h, h_scale, g, u, *_turned(of_p), (*kept, _kept(down, of_down, whole[2])))
+    down, of_down = matrices[2], of_matrix(matrices[2].values, matrices[2].blocks, precision)
+    out = times(of_p.values, of_p.scale, of_down.turned, of_down.turned_scale, x, (x.shape[0], down.values.shape[1]))
+    return out, (normed, h, h_scale, g, u, *_turned(of_p), (*kept, _kept(down, of_down)))
 
 
 def _mlp_backward(
-    precision: str, whole: tuple[bool, ...], activation: str, saved: Any, d: jax.Array
-) -> tuple[jax.Array, Any, Any, Any]:
+    precision: str, activation: str, saved: Any, d: jax.Array
+) -> tuple[jax.Array, Norm | None, tuple[Matrix, ...]]:
     normed, h, h_scale, g, u, p, p_scale, kept = saved
     of_d, down = operands_of(d, precision, "d"), kept[2]
     d_down = times(p, p_scale, of_d.turned, of_d.turned_scale, d, down.shape)
     d_p = times(of_d.values, of_d.scale, down.values, down.scale, d, (d.shape[0], down.shape[0]))
-    if _fused(g, precision):
+    if fuses(g.shape, precision):
         eight = kernels.activation_cotangents(g, u, d_p, activation=activation, entries=_entries(precision))
         sides = Operands(*eight[:4]), Operands(*eight[4:])
     else:
@@ -409,8 +388,8 @@ def _mlp_backward(
     for w, side in zip(kept, sides):
         parts.append(times(side.values, side.scale, w.values, w.scale, d, (d.shape[0], w.shape[0])))
         gradients.append(times(h, h_scale, side.turned, side.turned_scale, d, w.shape))
-    gradients = tuple(y.astype(w.dtype) for y, w in zip((*gradients, d_down), kept, strict=True))
-    return *_through(normed, sum(parts[1:], parts[0])), gradients, None
+    gradients = tuple(w.gradient(y) for y, w in zip((*gradients, d_down), kept, strict=True))
+    return *_through(normed, sum(parts[1:], parts[0])), gradients
 
 
 narrow_mlp.defvjp(_mlp_forward, _mlp_backward)

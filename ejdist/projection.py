@@ -7,7 +7,7 @@ gather, a frozen matrix in 8 bits, an adapter) is one place to write.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,17 @@ from ejdist.layout import axes_in, constrain, current_layout, gather, on_mesh, s
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
 from ejdist.packed import Packed, packed_product
-from ejdist.precision import PRODUCT, Narrow, Norm, Normed, check_device, fuses_norm, narrow_mlp, narrow_products
+from ejdist.precision import (
+    PRODUCT,
+    Matrix,
+    Narrow,
+    Norm,
+    Normed,
+    check_device,
+    fuses,
+    narrow_mlp,
+    narrow_products,
+)
 from kernels.framework.dims import VOCABULARY
 from kernels.framework.dispatch import vary_alike
 
@@ -149,20 +159,20 @@ def _einsum(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 def _before_norm(
     normed: Normed | None, precision: str, places: Any = None, mesh: Any = None
 ) -> tuple[jax.Array, Norm] | None:
-    """Returns the array before its norm, [..., D], and the norm, where devices compute it while they quantise; `places`: how the
-    array is split over the mesh."""
+    """Returns the array before its norm, [..., D], and the norm, where devices compute it while they quantise; `places`: how
+    the array is split over the mesh."""
     if normed is None:
         return None
     shape = normed.x.shape if mesh is None else jax.sharding.NamedSharding(mesh, places).shard_shape(normed.x.shape)
     whole = shape[-1] == normed.x.shape[-1]
-    return (normed.x, normed.norm) if whole and fuses_norm(shape, precision) else None
+    return (normed.x, normed.norm) if whole and fuses(shape, precision) else None
 
 
 def _narrow(
     x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: Any, normed: Normed | None
 ) -> tuple[jax.Array, ...]:
-    """Returns the products in 8 bits. Each device quantises the parts that it multiplies, by scales of its own. `normed`: what x
-    is the norm of, if over its last dim alone the products sum."""
+    """Returns the products in 8 bits. Each device quantises the parts that it multiplies, by scales of its own. `normed`: what
+    x is the norm of; the products then sum over its last dim alone."""
     dims, precision = [parsed(of) for of in subscripts], weights[0].precision
     if isinstance(mesh, jax.sharding.Mesh):
         check_device(precision, mesh.devices.flat[0])
@@ -170,7 +180,7 @@ def _narrow(
     here = mesh_here(mesh)
     if here is None or here.size == 1:
         x, norm = _before_norm(normed, precision) or (x, None)
-        return narrow_products(dims, x, norm, values, [None] * len(values), precision, (True,) * len(values))
+        return narrow_products(dims, x, norm, [Matrix(w) for w in values], precision)
     axes = on_mesh(current_layout().activations, here)
     dims_x, sizes = dims[0][0], dict(zip(dims[0][0], x.shape))
     for (_, of, _), w in zip(dims, values, strict=True):
@@ -185,8 +195,8 @@ def _narrow(
     split = tuple(a for d in dims_x if d in dims[0][1] for a in axes_in(spec([d], axes, shape=[sizes[d]], mesh=here)))
 
     def on_shard(x: jax.Array, norm: Norm | None, values: list[jax.Array], blocks: list[Any]) -> tuple[jax.Array, ...]:
-        matrices = [flat(b, of, dims_x) for b, (_, of, _) in zip(blocks, dims, strict=True)]
-        products = narrow_products(dims, x, norm, values, matrices, precision, whole)
+        flattened = [flat(b, of, dims_x) for b, (_, of, _) in zip(blocks, dims, strict=True)]
+        products = narrow_products(dims, x, norm, list(map(Matrix, values, flattened, whole)), precision)
         return jax.lax.psum(products, split) if split else products
 
     outs = tuple(placed(of) for _, _, of in dims)
@@ -217,16 +227,14 @@ def project_mlp(
     values = [gather(w.values, " ".join(of), mesh) for w, of in zip(weights, dims_of, strict=True)]
     here = mesh_here(mesh)
 
-    def mlp(
-        x: jax.Array, norm: Norm | None, values: list[jax.Array], blocks: list[Any], whole: tuple[bool, ...]
-    ) -> jax.Array:
-        x, norm, values, blocks = vary_alike((x, norm, values, blocks))
-        out = narrow_mlp(x.reshape(-1, x.shape[-1]), norm, tuple(values), tuple(blocks), precision, whole, activation)
+    def mlp(x: jax.Array, norm: Norm | None, matrices: Iterable[Matrix]) -> jax.Array:
+        x, norm, matrices = vary_alike((x, norm, tuple(matrices)))
+        out = narrow_mlp(x.reshape(-1, x.shape[-1]), norm, matrices, precision, activation)
         return checkpoint_name(out, PRODUCT).reshape(*x.shape[:-1], -1)
 
     if here is None or here.size == 1:
         x, norm = _before_norm(normed, precision) or (x, None)
-        return constrain(mlp(x, norm, values, [None] * 3, (True,) * 3), " ".join(dims), mesh)
+        return constrain(mlp(x, norm, map(Matrix, values)), " ".join(dims), mesh)
     axes = on_mesh(current_layout().activations, here)
     sizes = dict(zip((*dims, "F"), (*x.shape, gate.shape[1]), strict=True))
 
@@ -243,7 +251,7 @@ def project_mlp(
     whole = tuple(stays(w.values.shape, of, mesh) for w, of in zip(weights, dims_of, strict=True))
 
     def on_shard(x: jax.Array, norm: Norm | None, values: list[jax.Array], blocks: list[Any]) -> jax.Array:
-        out = mlp(x, norm, values, blocks, whole)
+        out = mlp(x, norm, map(Matrix, values, blocks, whole))
         return jax.lax.psum(out, split) if split else out
 
     specs = placed(dims), _everywhere(norm, here), [placed(of) for of in dims_of], [spec_of(b, here) for b in made]

@@ -51,14 +51,14 @@ FAULTS = (
     Fault(
         "8 bits: a matrix is quantised again in the backward",
         "precision:_kept",
-        "checkpoint_name($y, OPERAND) if $whole else $y",
+        "checkpoint_name($y, OPERAND) if $w.whole else $y",
         "$y",
         f"{TESTS} -k policy",
     ),
     Fault(
         "8 bits: every device keeps all parts of a matrix that was gathered",
         "precision:_kept",
-        "checkpoint_name($y, OPERAND) if $whole else $y",
+        "checkpoint_name($y, OPERAND) if $w.whole else $y",
         "checkpoint_name($y, OPERAND)",
         f"{TESTS} -k once_a_step",
     ),
@@ -72,8 +72,8 @@ FAULTS = (
     Fault(
         "8 bits: the backward has the scales of an MLP's gate for its up",
         "precision:_forward",
-        "$kept.append(_kept($w, $of_w, $stays))",
-        "$kept.append(_kept($w, $of_w._replace(scale=$kept[0].scale if $kept else $of_w.scale), $stays))",
+        "$kept.append(_kept($w, $of_w))",
+        "$kept.append(_kept($w, $of_w._replace(scale=$kept[0].scale if $kept else $of_w.scale)))",
         f"{TESTS} -k share",
     ),
     Fault(
@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "8 bits: what is wide in an MLP is written, and read again",
-        "precision:_fused",
+        "precision:fuses",
         "_together(SCALINGS[PRECISIONS[$precision].scaling])",
         "False",
         f"{TESTS} -k what_is_wide",
@@ -163,7 +163,7 @@ FAULTS = (
     Fault(
         "8 bits: the gradient of a matrix is of one device's tokens",
         "precision:narrow_products",
-        "$x, $matrices, $blocks = vary_alike(($x, $matrices, $blocks))",
+        "$x, $norm, $matrices = vary_alike(($x, $norm, $matrices))",
         "",
         f"{TESTS} -k mesh",
     ),

@@ -93,8 +93,8 @@ def rstd_of(x: jax.Array, eps: float) -> jax.Array:
 def normalize_both_ways(
     x: Float[Array, "M D"], weight: Float[Array, " D"], *, eps: float = 1e-6, entries: int | None = 128
 ) -> tuple[Shaped[Array, "M D"], Float[Array, "M _"], Shaped[Array, "D M"], Float[Array, "D _"], Float[Array, " M"]]:
-    """Returns `quantize_both_ways` of rms_norm(x, weight), rounded to the dtype of x before: its rows and those of its transpose
-    in blocks of `entries`; and rstd = 1 / sqrt(mean(x², over D) + eps), float32.
+    """Returns `quantize_both_ways` of rms_norm(x, weight), rounded to the dtype of x before: its rows and those of its
+    transpose in blocks of `entries`; and rstd = 1 / sqrt(mean(x², over D) + eps), float32.
 
     Raises:
       ValueError: names the argument.
