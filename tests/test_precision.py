@@ -23,10 +23,10 @@ from ejdist.models.lora import LoRASection, build
 from ejdist.models.parameters import initialise
 from ejdist.models.stack import narrow_matrices
 from ejdist.models.told import told_of_precision
-from ejdist.precision import BF16, PRECISIONS, Narrow, check_device
+from ejdist.precision import BF16, PRECISIONS, Narrow, Norm, Normed, check_device
 from ejdist.projection import project, project_all, project_mlp
 from ejdist.training.loop import train
-from kernels import gated_activation
+from kernels import gated_activation, rms_norm
 from recipes.schema import compose
 
 RNG = np.random.default_rng(0)
@@ -196,6 +196,60 @@ def test_what_is_wide_in_an_mlp_is_quantised_where_it_is_computed(precision, nam
     assert kernels_on_hopper(run, *shapes).keys() == kernels_of_it
 
 
+def normed_gradients(x, weight, matrices, d, precision, mesh=None, fused=True):
+    """Returns (products of a norm, gradients of x, of the norm's weight and of the matrices), where the norm is quantised as it
+    is computed or after it was written: of two products, or with three matrices of an MLP."""
+
+    def run(x, weight, matrices):
+        h = rms_norm(x, weight, eps=0.1)
+        h = Normed(h, x, Norm(weight, 0.1)) if fused else h
+        narrow = [Narrow(w, precision) for w in matrices]
+        if len(narrow) == 3:
+            return (project_mlp(h, *narrow, activation="silu", mesh=mesh),)
+        return project_all(h, narrow, ["btd,df->btf"] * 2, mesh=mesh)
+
+    out, pull = jax.vjp(run, x, weight, matrices)
+    return jax.tree.leaves((out, pull((d,) * len(out))))
+
+
+@pytest.mark.parametrize(
+    ("split", "precision", "count"),
+    [
+        (True, "fp8_block", 3),
+        (False, "fp8_row", 2),
+        pytest.param(True, "fp8_row", 2, marks=pytest.mark.slow),
+        pytest.param(True, "fp8_block", 2, marks=pytest.mark.slow),
+        pytest.param(False, "fp8_row", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_norm_that_is_quantised_where_it_is_computed_has_the_numbers_of_one_that_is_written(precision, split, count):
+    mesh = make_mesh(fsdp=2, sp=2, tp=2) if split else None
+    x, weight = RNG.standard_normal((4, 256, D)) * np.exp2(RNG.integers(-9, 9, (4, 256, 1))), RNG.standard_normal(D)
+    d = RNG.standard_normal((4, 256, D if count == 3 else 384)) / 64
+    x, weight, d = (y.astype(np.float32) for y in (x, weight, d))
+    got, want = (
+        jax.jit(functools.partial(normed_gradients, precision=precision, mesh=mesh, fused=fused))(
+            x, weight, MLP[:count], d
+        )
+        for fused in (True, False)
+    )
+    for g, w in zip(got, want, strict=True):
+        assert off(g, w) < (2e-6 if not split else 2e-3)
+
+
+def test_on_hopper_no_norm_is_written_that_products_in_8_bits_read_alone():
+    shapes = (1, 256, D), (D,), (1, 256, 384)
+
+    def run(x, weight, d, precision="fp8_block"):
+        return normed_gradients(x, weight, [jnp.asarray(w, jnp.bfloat16) for w in MLP[:2]], d, precision)
+
+    got = kernels_on_hopper(run, *shapes)
+    assert got["norm_fwd_kernel"] == 0 and got["norm_bwd_kernel"] == 1
+    # That of the norm, of matrices and of cotangents.
+    assert got["quantize_both_ways_kernel"] == 3
+    assert kernels_on_hopper(functools.partial(run, precision="fp8_tensor"), *shapes)["norm_fwd_kernel"] == 1
+
+
 def gathered_bytes(text):
     """Returns the bytes of the results of a program's all-gathers, by dtype."""
     sizes, made = {"u8": 1, "bf16": 2, "f32": 4}, collections.Counter()
@@ -242,14 +296,14 @@ CONFIG = DecoderConfig(
 )
 
 
-def loss_of(config, mesh=None):
-    """Returns (the loss of a batch as a function of the parameters, these)."""
+def loss_of(config, mesh=None, tokens=32):
+    """Returns (the loss of a batch, rows of so many tokens, as a function of the parameters, these)."""
     ops, model = bind_ops(mesh), config.build()
     params = initialise(model.declared, jax.random.key(0))
     rng = np.random.default_rng(1)
-    tokens = rng.integers(0, 64, (2, 33))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    batch |= {"positions": np.broadcast_to(np.arange(32), (2, 32)), "segment_ids": np.zeros((2, 32))}
+    drawn = rng.integers(0, 64, (2, tokens + 1))
+    batch = {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
+    batch |= {"positions": np.broadcast_to(np.arange(tokens), (2, tokens)), "segment_ids": np.zeros((2, tokens))}
     batch = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
     return lambda params: model.loss(params, batch, ops)[0], params
 
@@ -306,6 +360,27 @@ def test_over_fsdp_a_matrix_in_blocks_is_quantised_once_a_step_and_others_are_no
         made[remat] = calls(jaxpr, "quantize_both_ways")
     # Seven matrices: of parts in blocks the bytes are kept, of rows the matrix is gathered again.
     assert made["dots"] - made["none"] == (0 if precision == "fp8_block" else 7)
+
+
+@pytest.mark.parametrize(
+    ("keys", "norms"),
+    [
+        ({}, 2),
+        ({"remat": "none"}, 2),
+        ({"precision_keep": ("key",)}, 1),  # which reads the norm itself
+        ({"attention_gate": True}, 1),
+        ({"precision": "fp8_tensor"}, 0),  # whose scale is of the whole array
+    ],
+)
+def test_a_norm_is_written_where_anything_but_products_in_8_bits_reads_it(keys, norms):
+    config = dataclasses.replace(
+        CONFIG, num_kv_heads=4, head_dim=64, num_layers=1, scan_layers=False,
+        **{"precision": "fp8_block", "remat": "dots"} | keys,
+    )  # fmt: skip
+    step, params = loss_of(config, tokens=128)
+    jaxpr = pe.dce_jaxpr(jax.make_jaxpr(jax.grad(step))(params).jaxpr, [True] * len(jax.tree.leaves(params)))[0]
+    # Once each: the backward keeps what it reads of them.
+    assert calls(jaxpr, "normalize_both_ways") == calls(jaxpr, "rms_norm_cotangents") == norms
 
 
 def test_small_matrices_and_those_that_are_named_stay():

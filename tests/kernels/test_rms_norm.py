@@ -1,5 +1,8 @@
 """rms_norm: the contract against NumPy, and what is its own: residuals, tuning candidates, refusals."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ from grid import error, on_this_machine, value_and_gradients
 import kernels
 from kernels.framework.contract import Unsupported
 from kernels.framework.interpret import interpret
-from kernels.ops.rms_norm import NormConfig, op, rms_norm
+from kernels.ops.rms_norm import NormConfig, cotangents_op, op, rms_norm
 from kernels.toolchains.simulate import ahead_of_time as checks
 
 CASES = {case.name: case for case in op.cases}
@@ -168,3 +171,18 @@ def test_the_face():
     a = op.case_inputs(CASES["zero_centered"])
     np.testing.assert_array_equal(rms_norm(**a), op(**a)[0])
     assert kernels.rms_norm is rms_norm or kernels.ops.rms_norm.rms_norm is rms_norm
+
+
+def test_cotangents_are_those_of_the_norm_whose_rstd_was_kept():
+    rng = np.random.default_rng(5)
+    x, d = (rng.standard_normal((3, 5, 96)).astype(np.float32) for _ in range(2))
+    weight = rng.standard_normal(96).astype(np.float32)
+    _, pull = jax.vjp(lambda x, weight: kernels.rms_norm(x, weight, eps=0.1), x, weight)
+    rstd = 1 / np.sqrt(np.mean(np.square(x), -1) + 0.1)
+    for platform in ("xla", "triton", "pallas"):
+        with interpret():
+            got = jax.jit(functools.partial(cotangents_op, platform=platform))(x, weight, rstd, d)
+        for g, w in zip(got, pull(d), strict=True):
+            np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6)
+    with pytest.raises(ValueError, match="rms_norm_cotangents: argument 'weight'"):
+        kernels.rms_norm_cotangents(x, weight[:5], rstd, d)

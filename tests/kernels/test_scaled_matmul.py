@@ -18,6 +18,7 @@ from kernels.ops.scaled_matmul import (
     activate_rows_op,
     both_ways_op,
     cotangents_op,
+    norm_both_ways_op,
     op,
     row_cotangents_op,
     rows_op,
@@ -154,6 +155,28 @@ def test_rows_alone_are_quantised_as_in_blocks_and_an_activation_and_its_cotange
             np.testing.assert_allclose(g[differs], w[differs], rtol=1 / 8)
 
 
+@pytest.mark.parametrize("entries", [128, None])
+def test_a_norm_is_quantised_as_after_it_is_written(entries):
+    weight, eps = jnp.asarray(RNG.standard_normal(256), jnp.float32), 1e-3
+    x = jnp.nan_to_num(awkward(256, 256), nan=1.0, neginf=-2.0)
+    wanted = kernels.quantize_both_ways(kernels.rms_norm(x, weight, eps=eps), entries=entries)
+    rstd = 1 / np.sqrt(np.mean(np.square(np.asarray(x, np.float64)), 1) + eps)
+    for platform in ("xla", "triton"):
+        with interpret(90):
+            got = jax.jit(lambda x, on=platform: norm_both_ways_op(x, weight, eps=eps, entries=entries, platform=on))(x)
+        np.testing.assert_allclose(got[-1], rstd, rtol=1e-6)
+        for g, w in zip(got, wanted, strict=False):
+            g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+            assert (g != w).mean() < 1e-3
+            np.testing.assert_allclose(g, w, rtol=1 / 8)
+        with interpret(90):
+            _, scale, _, turned, rstd_ = norm_both_ways_op(
+                x.at[20, 7].set(np.nan), weight, entries=entries, platform=platform
+            )
+        assert np.isnan(scale[20]).all() and np.isnan(turned[:, 0]).all() and np.isnan(rstd_[20])
+        assert not np.isnan(np.delete(scale, 20, 0)).any()
+
+
 def test_the_least_and_the_largest_numbers_have_scales():
     """No scale is smaller than devices have numbers: the values are rounded to multiples of what is left of it."""
     least, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
@@ -222,6 +245,14 @@ def grouped(**change):
         ),
         (lambda: kernels.quantize_both_ways(X, rows=64), "argument 'rows' = 64 must be 1, or 128 and divide 256"),
         (lambda: kernels.activate_both_ways(X[:, :100], X[:, :100]), "argument 'gate' of shape"),
+        (
+            lambda: kernels.normalize_both_ways(X[:, :100], X[0, :100]),
+            "normalize_both_ways: argument 'x' of shape",
+        ),
+        (
+            lambda: kernels.normalize_both_ways(X, X[0], entries=64),
+            "normalize_both_ways: argument 'entries' = 64 must be 128, or None",
+        ),
         (
             lambda: kernels.activate_both_ways(X, X, entries=64),
             "argument 'entries' = 64 must be 128, or None for one scale",
