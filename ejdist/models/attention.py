@@ -265,12 +265,15 @@ class LatentAttention(Part):
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops, batch, m, p, norms = ctx.config, ctx.ops, ctx.batch, ctx.config.latent, params, self.norms(params, ctx)
-        h = q = ops.rms_norm(x, norms["latent_attention_norm"], eps=c.norm_eps)
+        norm = Norm(norms["latent_attention_norm"], c.norm_eps)
+        h = Normed(ops.rms_norm(x, norm.weight, eps=norm.eps), x, norm)
         eps = c.norm_eps if m.norm_eps is None else m.norm_eps
+        first, of_first = ("query_down", "btd,dr->btr") if m.query_rank else ("latent_query", "btd,dnh->btnh")
+        q, latent = ops.project_all(h, [p[first], p["latent_down"]], [of_first, "btd,dr->btr"])
         if m.query_rank:
-            q = ops.rms_norm(ops.project(h, p["query_down"], "btd,dr->btr"), norms["query_latent_norm"], eps=eps)
-        q = ops.project(q, p["latent_query"], "btr,rnh->btnh" if m.query_rank else "btd,dnh->btnh")
-        latent, shared = jnp.split(ops.project(h, p["latent_down"], "btd,dr->btr"), [m.kv_rank], axis=-1)
+            q = ops.rms_norm(q, norms["query_latent_norm"], eps=eps)
+            q = ops.project(q, p["latent_query"], "btr,rnh->btnh")
+        latent, shared = jnp.split(latent, [m.kv_rank], axis=-1)
         latent = ops.rms_norm(latent, norms["latent_norm"], eps=eps)
         turned = _turning(ctx, interleaved=True) if m.rope else lambda y: y
 

@@ -161,6 +161,20 @@ FAULTS = (
         f"{SCALED} -k bit_by_bit",
     ),
     Fault(
+        "quantised both ways: a norm has the weights of the first block",
+        "quantize_kernels:_loaded",
+        "tl.load($weight_ptr + $j * 128 + $inside).to(tl.float32)",
+        "tl.load($weight_ptr + $inside).to(tl.float32)",
+        f"{SCALED} -k a_norm",
+    ),
+    Fault(
+        "quantised both ways: a norm is not rounded before",
+        "quantize_kernels:_loaded",
+        "($x * $rstd[:, None] * $weight[None, :]).to($x_ptr.dtype.element_ty).to(tl.float32)",
+        "$x * $rstd[:, None] * $weight[None, :]",
+        f"{SCALED} -k a_norm",
+    ),
+    Fault(
         "quantised both ways: the gate's cotangent is that of the activation itself",
         "quantize_kernels:activation_cotangents_kernel",
         "($d * tl.load($up + $offsets).to(tl.float32) * $slope).to($dtype), ($d * $act).to($dtype)",
