@@ -18,6 +18,7 @@ from ejdist.models.decoder import REMAT, DecoderConfig, declare, hidden_states, 
 from ejdist.models.model import Flops, StepContext
 from ejdist.models.parameters import Param, initialise, num_parameters, shapes
 from ejdist.operations import bind_ops
+from ejdist.precision import Normed
 from ejdist.projection import parsed, project
 from kernels.framework.dims import VOCABULARY
 from kernels.ops.rotary_embedding import RopeScaling
@@ -425,7 +426,7 @@ def test_a_model_places_its_activations_by_logical_dims_only():
         return note(project(x, weight, subscripts, **bias), " ".join(parsed(subscripts)[2]))
 
     def products(x, weights, subscripts, biases=()):
-        biases = biases or [None] * len(weights)
+        x, biases = x.values if isinstance(x, Normed) else x, biases or [None] * len(weights)
         return tuple(product(x, w, s, bias=b) for w, s, b in zip(weights, subscripts, biases, strict=True))
 
     ops = OPS.replace(project=product, project_all=products)
