@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from kernels.engines.scan import gluon_delta_calls as gluon
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import Tokens
@@ -79,6 +80,7 @@ class Launches:
         # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
         self.reads, self.keeps, self.writes = x.q, x.k, None
         self.at_once = bool(cfg.at_once) and self.splits == 1
+        self.in_one = bool(cfg.in_one) and gluon.refused(x, chunk, num_states) is None
         self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
 
     def log_decay(self) -> jax.Array | None:
@@ -361,7 +363,8 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = No
             starts = run.starts(maps, added)
         of_end = run.reverse(weights, solve, d_out, d_exits, ("du", "d_states", "d_entries"), starts)
     entries = None if run.x.entries is None else run.layout.exits(of_end["d_entries"], d_exits)
-    return run.gradients(d_out, found, of_end) | {"entries": entries}
+    d = gluon.gradients(run, d_out, found, of_end) if run.in_one else run.gradients(d_out, found, of_end)
+    return d | {"entries": entries}
 
 
 def tiles(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:

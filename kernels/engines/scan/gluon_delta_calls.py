@@ -1,0 +1,71 @@
+"""Calls of the kernel in `gluon_delta.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.engines.scan.gluon_delta import delta_gradients_kernel
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.toolchains.gluon import SWIZZLED
+from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
+
+CHUNK, WIDTH = 64, 128
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+
+
+def refused(x: Any, chunk: int, num_states: int) -> str | None:
+    """Returns why the kernel does not have these tokens, `delta_tokens.Tokens`."""
+    T, (H, Hv) = x.q.shape[1], (x.q.shape[-1], x.v.shape[-1])
+    if compute_capability() != 90:
+        return "it is for Hopper"
+    if x.q.dtype.itemsize != 2:
+        return f"it has no {x.q.dtype}"
+    if (H, Hv) != (WIDTH, WIDTH):
+        return f"it has heads of {WIDTH} channels of keys and values, not {H} and {Hv}"
+    if x.a is not None and x.a.ndim == 4:
+        return "it has no decays of channels"
+    if x.segment_ids is not None or num_states > 1:
+        return "it has no documents"
+    if chunk != CHUNK or T % CHUNK:
+        return f"it has whole chunks of {CHUNK} tokens"
+    return None
+
+
+def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `triton_delta_calls.Launches.gradients` does."""
+    x, (B, N, chunks), (T, K) = run.x, run.chunks, run.x.q.shape[1:3]
+
+    def tiles(y: jax.Array) -> Any:
+        shape = (y.size // WIDTH, WIDTH) if y.ndim == 5 else (B * T, y.size // (B * T))
+        return tensor_descriptor(y, shape, (CHUNK, CHUNK), SWIZZLED.value)
+
+    def parts(number: int) -> Any:
+        return jax.ShapeDtypeStruct((number, B, N, T), jnp.float32)
+
+    shapes = {name: jax.ShapeDtypeStruct(getattr(x, name).shape, x.q.dtype) for name in ("q", "k", "v")}
+    shapes |= {"beta": parts(3)} | ({} if x.a is None else {"a": parts(2)})
+    arrays = (x.q, x.k, d_out.astype(x.q.dtype), walked["written"], of_end["du"], x.v, walked["states"], of_end["d_states"])
+    results = triton_launch(
+        delta_gradients_kernel,
+        *map(tiles, arrays),
+        run.a,
+        run.beta,
+        *run.fades,
+        out_shape=tuple(shapes.values()),
+        grid=(min(MULTIPROCESSORS, B * chunks * K),),
+        num_warps=4,
+        B=B,
+        T=T,
+        CHUNKS=chunks,
+        GROUPS=K,
+        HEADS=N // K,
+        SCALE=run.scale,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        **({"da_ptr": None} if x.a is None else {}),
+    )
+    d: dict[str, Any] = dict(zip(shapes, results, strict=True))
+    return d | {name: run.layout.of_tokens(jnp.sum(d[name], 0)) if name in d else None for name in ("beta", "a")}
