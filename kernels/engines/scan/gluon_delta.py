@@ -74,8 +74,16 @@ def _load(descs, common, stages, ITEMS: gl.constexpr, CHUNKS: gl.constexpr, GROU
 
 
 @gluon.jit
-def _product(a, b, sums, USE: gl.constexpr):
-    return warpgroup_mma(a, b, sums, use_acc=USE, is_async=True)
+def _product(a, b, sums, use):
+    return warpgroup_mma(a, b, sums, use_acc=use, is_async=True)
+
+
+@gluon.jit
+def _again(x):
+    """Returns an integer as it is. What follows from it is computed after, where the compiler would do so before a loop, and have
+    no registers to keep it."""
+    same: gl.constexpr = "mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(same, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -86,10 +94,9 @@ def _rounded(x):
 
 
 @gluon.jit
-def _decays(a_ptr, at, later, STRICT: gl.constexpr):
+def _decays(a_ptr, at, t, later, STRICT: gl.constexpr):
     """Returns the decay from each token s to each t >= s, or t > s, [t, s]; 0 for other pairs."""
-    t = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None]
-    s = gl.arange(0, C, gl.SliceLayout(0, SQUARE))
+    t, s = t[:, None], gl.arange(0, C, gl.SliceLayout(0, SQUARE))
     seen = t > s[None, :] if STRICT else t >= s[None, :]
     decay = gl.zeros([C, C], gl.float32, SQUARE)
     if a_ptr is not None:
@@ -117,7 +124,7 @@ def _passing(between, later):
 def _of_values(du, v, beta_ptr, dv_ptr, chunk, column, sums, ROW: gl.constexpr, STRIDE: gl.constexpr):
     """Stores gradients of 16 rows of values, and returns sums of their products with du."""
     du, v = du.slice(ROW, 16, 0).load(WIDE), v.slice(ROW, 16, 0).load(WIDE)
-    rows = ROW + gl.arange(0, 16, gl.SliceLayout(1, WIDE))
+    rows = ROW + _again(gl.arange(0, 16, gl.SliceLayout(1, WIDE)))
     columns = gl.arange(0, C, gl.SliceLayout(0, WIDE))
     d = du.to(gl.float32)
     beta = gl.load(beta_ptr + rows)
@@ -155,14 +162,12 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
     N: gl.constexpr = GROUPS * HEADS
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     dtype: gl.constexpr = keys.dtype
-    mine = squares.index(WHICH)
     t, u = gl.arange(0, C, BY_ROW), gl.arange(0, C, gl.SliceLayout(0, SQUARE))
     rows = gl.arange(0, 16, gl.SliceLayout(1, WIDE))
     turn, visit = 0, 0
     for item in range(gl.program_id(0), B * CHUNKS * GROUPS, gl.num_programs(0)):
         chunk, group = item // GROUPS, item % GROUPS
         slot = turn % 2
-        q, k = keys.index(4 * slot + WHICH), keys.index(4 * slot + 2 + WHICH)
         mbarrier.wait(keys_full.index(slot), turn // 2 & 1)
         dq, dk = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([C, C], gl.float32, SQUARE)
         for j in range(HEADS):
@@ -170,6 +175,10 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             index = (chunk // CHUNKS * N + n) * CHUNKS + chunk % CHUNKS
             at = index * C  # [B, N, T]: chunks have 64 tokens
             phase = visit & 1
+            zero = visit - _again(visit)
+            first_square, second_square, one_later = squares.index(zero), squares.index(zero + 1), later.index(zero)
+            mine = first_square if WHICH == 0 else second_square
+            t = _again(t)
             enters, leaves = gl.load(enters_ptr + at + t), gl.load(leaves_ptr + at + t)
             beta, whole = gl.load(beta_ptr + at + t), gl.load(whole_ptr + index)
             zeros = gl.zeros([C, C], gl.float32, SQUARE)
@@ -177,14 +186,18 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             reading, writing, old = none, none, none
             passed = gl.zeros([16, C], gl.float32, WIDE)
             upper, lower = gl.zeros([16], gl.float32, rows.type.layout), gl.zeros([16], gl.float32, rows.type.layout)
-            for half in gl.static_range(HALVES):
+            pairs = zeros
+            # How many halves there are is known at run time only: else addresses of all tiles would be registers.
+            for half in range(HALVES * gl.num_programs(1)):
                 first = half * TILES
+                keys_of = 4 * _again(slot) + WHICH
+                q, k = keys.index(keys_of), keys.index(keys_of + 2)
                 mbarrier.wait(full.index(half), phase)
                 d_out, written, du = tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
                 state, d_state = tiles.index(first + 4 + WHICH), tiles.index(first + 6 + WHICH)
                 d_write = _product(written, d_state.permute((1, 0)), zeros, False)
                 d_read = _product(d_out, state.permute((1, 0)), zeros, False)
-                pairs = _product(d_out if WHICH == 0 else du, written.permute((1, 0)), zeros if half == 0 else pairs, half > 0)
+                pairs = _product(d_out if WHICH == 0 else du, written.permute((1, 0)), pairs, half > 0)
                 if a_ptr is not None:
                     for i in gl.static_range(4):
                         x, y = state.slice(16 * i, 16, 0).load(WIDE), d_state.slice(16 * i, 16, 0).load(WIDE)
@@ -206,9 +219,12 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             gl.store(dbeta_ptr + here + 16, lower)
             reading, writing, back = reading * (enters * SCALE), writing * leaves, enters * -beta
             # What passes through pairs of the chunk.
-            pairs *= _decays(a_ptr, at, later, WHICH == 1)
-            products = _product(keys.index(4 * slot + 2 * WHICH), keys.index(4 * slot + 2).permute((1, 0)), zeros, False)
-            products = _product(keys.index(4 * slot + 2 * WHICH + 1), keys.index(4 * slot + 3).permute((1, 0)), products, True)
+            pairs *= _decays(a_ptr, at, t, one_later, WHICH == 1)
+            base = 4 * _again(slot)
+            products = zeros
+            for side in gl.static_range(2):
+                left, right = keys.index(base + 2 * WHICH + side), keys.index(base + 2 + side)
+                products = _product(left, right.permute((1, 0)), products, side > 0)
             mbarrier.wait(read, phase ^ 1)
             if WHICH == 0:
                 pairs *= SCALE
@@ -224,21 +240,24 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                 between *= -beta[:, None]
             gl.store(dbeta_ptr + WHICH * (B * N * T) + at + t, d_beta)
             if a_ptr is not None:
-                ends = _passing(between, later) + (reading + old * back)[:, None]
+                ends = _passing(between, one_later) + (reading + old * back)[:, None]
                 sums = gl.sum(gl.where(t[:, None] >= u[None, :], ends, writing[:, None]), axis=0)
                 sums += whole * gl.sum(gl.sum(passed, axis=1), axis=0)
                 gl.store(da_ptr + WHICH * (B * N * T) + at + u, sums)
             mbarrier.wait(ready, phase)
-            dq = _product(squares.index(0), k, dq, True)
-            dk = _product(squares.index(0).permute((1, 0)), q, dk, True)
-            dk = _product(squares.index(1), k, dk, True)
-            dk = _product(squares.index(1).permute((1, 0)), k, dk, True)
+            keys_of = 4 * _again(slot) + WHICH
+            q, k = keys.index(keys_of), keys.index(keys_of + 2)
+            dq = _product(first_square, k, dq, True)
+            dk = _product(first_square.permute((1, 0)), q, dk, True)
+            dk = _product(second_square, k, dk, True)
+            dk = _product(second_square.permute((1, 0)), k, dk, True)
             dq, dk = warpgroup_mma_wait(0, (dq, dk))
             mbarrier.arrive(read)
             visit += 1
         mbarrier.arrive(keys_free.index(slot))
         turn += 1
         mbarrier.wait(read, (visit & 1) ^ 1)  # both are done with the last squares: their tiles are free
+        mine = squares.index(WHICH)
         _store_half(dq_ptr, dq, mine, chunk, group * WIDTH + WHICH * C, GROUPS * WIDTH)
         _store_half(dk_ptr, dk, mine, chunk, group * WIDTH + WHICH * C, GROUPS * WIDTH)
 
@@ -276,9 +295,9 @@ def delta_gradients_kernel(
     keys = gl.allocate_shared_memory(dtype, [8, C, C], SWIZZLED)
     tiles = gl.allocate_shared_memory(dtype, [HALVES * TILES, C, C], SWIZZLED)
     squares = gl.allocate_shared_memory(dtype, [2, C, C], SWIZZLED)
-    later = gl.allocate_shared_memory(gl.bfloat16, [C, C], SWIZZLED)  # [u, s]: 1 where u > s
+    later = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)  # [u, s]: 1 where u > s
     rows, columns = gl.arange(0, C, gl.SliceLayout(1, WIDE)), gl.arange(0, C, gl.SliceLayout(0, WIDE))
-    later.store(gl.where(rows[:, None] > columns[None, :], 1.0, 0.0).to(gl.bfloat16))
+    later.index(0).store(gl.where(rows[:, None] > columns[None, :], 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     keys_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
