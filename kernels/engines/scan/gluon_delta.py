@@ -94,18 +94,18 @@ def _rounded(x):
 
 
 @gluon.jit
-def _decays(a_ptr, at, t, later, STRICT: gl.constexpr):
+def _decays(a_ptr, at, t, s, later, STRICT: gl.constexpr):
     """Returns the decay from each token s to each t >= s, or t > s, [t, s]; 0 for other pairs."""
-    t, s = t[:, None], gl.arange(0, C, gl.SliceLayout(0, SQUARE))
-    seen = t > s[None, :] if STRICT else t >= s[None, :]
     decay = gl.zeros([C, C], gl.float32, SQUARE)
     if a_ptr is not None:
         left = gl.load(a_ptr + at + s)
         for i in gl.static_range(3):
             near, left = _rounded(left)
-            part = gl.where(t >= s[None, :], near[None, :], gl.zeros([C, C], gl.bfloat16, SQUARE))
+            t = _again(t)  # parts one after another: there are no registers for three
+            part = gl.where(t[:, None] >= s[None, :], near[None, :], gl.zeros([C, C], gl.bfloat16, SQUARE))
             decay = _product(gl.convert_layout(part, LEFT), later, decay, i > 0)
             decay = warpgroup_mma_wait(0, (decay,))
+    seen = t[:, None] > s[None, :] if STRICT else t[:, None] >= s[None, :]
     return gl.where(seen, gl.exp(decay), 0.0)
 
 
@@ -196,22 +196,22 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                 d_out, written, du = tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
                 state, d_state = tiles.index(first + 4 + WHICH), tiles.index(first + 6 + WHICH)
                 d_write = _product(written, d_state.permute((1, 0)), zeros, False)
-                d_read = _product(d_out, state.permute((1, 0)), zeros, False)
                 pairs = _product(d_out if WHICH == 0 else du, written.permute((1, 0)), pairs, half > 0)
+                d_read = _product(d_out, state.permute((1, 0)), zeros, False)
+                d_write, pairs = warpgroup_mma_wait(1, (d_write, pairs))
+                writing, dk = _folded(k, d_write, writing, dk, leaves)
                 if a_ptr is not None:
                     for i in gl.static_range(4):
                         x, y = state.slice(16 * i, 16, 0).load(WIDE), d_state.slice(16 * i, 16, 0).load(WIDE)
                         passed += x.to(gl.float32) * y.to(gl.float32)
-                d_write = warpgroup_mma_wait(2, (d_write,))
-                writing, dk = _folded(k, d_write, writing, dk, leaves)
                 wide = _product(du, state.permute((1, 0)), zeros, False)
-                d_read = warpgroup_mma_wait(2, (d_read,))
+                d_read = warpgroup_mma_wait(1, (d_read,))
                 reading, dq = _folded(q, d_read, reading, dq, enters * SCALE)
                 value = tiles.index(first + 3)
                 column = n * WIDTH + half * C
                 upper = _of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, upper, 32 * WHICH, N * WIDTH)
                 lower = _of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, lower, 32 * WHICH + 16, N * WIDTH)
-                pairs, wide = warpgroup_mma_wait(0, (pairs, wide))
+                wide = warpgroup_mma_wait(0, (wide,))
                 old, dk = _folded(k, wide, old, dk, enters * -beta)
                 mbarrier.arrive(free.index(half))
             here = 2 * B * N * T + at + 32 * WHICH + rows
@@ -219,7 +219,7 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             gl.store(dbeta_ptr + here + 16, lower)
             reading, writing, back = reading * (enters * SCALE), writing * leaves, enters * -beta
             # What passes through pairs of the chunk.
-            pairs *= _decays(a_ptr, at, t, one_later, WHICH == 1)
+            pairs *= _decays(a_ptr, at, t, u, one_later, WHICH == 1)
             base = 4 * _again(slot)
             products = zeros
             for side in gl.static_range(2):
@@ -241,6 +241,7 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             gl.store(dbeta_ptr + WHICH * (B * N * T) + at + t, d_beta)
             if a_ptr is not None:
                 ends = _passing(between, one_later) + (reading + old * back)[:, None]
+                t = _again(t)
                 sums = gl.sum(gl.where(t[:, None] >= u[None, :], ends, writing[:, None]), axis=0)
                 sums += whole * gl.sum(gl.sum(passed, axis=1), axis=0)
                 gl.store(da_ptr + WHICH * (B * N * T) + at + u, sums)
