@@ -214,6 +214,7 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                 wide = warpgroup_mma_wait(0, (wide,))
                 old, dk = _folded(k, wide, old, dk, enters * -beta)
                 mbarrier.arrive(free.index(half))
+            through_states = whole * gl.sum(gl.sum(passed, axis=1), axis=0)
             here = 2 * B * N * T + at + 32 * WHICH + rows
             gl.store(dbeta_ptr + here, upper)
             gl.store(dbeta_ptr + here + 16, lower)
@@ -243,8 +244,7 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                 ends = _passing(between, one_later) + (reading + old * back)[:, None]
                 t = _again(t)
                 sums = gl.sum(gl.where(t[:, None] >= u[None, :], ends, writing[:, None]), axis=0)
-                sums += whole * gl.sum(gl.sum(passed, axis=1), axis=0)
-                gl.store(da_ptr + WHICH * (B * N * T) + at + u, sums)
+                gl.store(da_ptr + WHICH * (B * N * T) + at + u, sums + through_states)
             mbarrier.wait(ready, phase)
             keys_of = 4 * _again(slot) + WHICH
             q, k = keys.index(keys_of), keys.index(keys_of + 2)
