@@ -39,7 +39,7 @@ class ChunkConfig(Tunables):
       backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
       at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split (Triton).
       in_one: whether one kernel for Hopper computes all gradients of chunks of a delta rule with decays of heads, where heads have
-        128 channels, chunks 64 tokens and rows no documents (Triton).
+        128 channels, rows whole chunks of 64 tokens, and sequences no states of their own (Triton).
       keeps: whether the forward of a differentiated delta rule with decays of heads keeps weights of pairs and inverses for
         its backward, as much as its values in all (Triton).
     """

@@ -94,8 +94,27 @@ def _rounded(x):
 
 
 @gluon.jit
-def _decays(a_ptr, at, t, s, later, STRICT: gl.constexpr):
-    """Returns the decay from each token s to each t >= s, or t > s, [t, s]; 0 for other pairs."""
+def _run(ptr):
+    """Returns the documents of tokens: see `layout.Layout`."""
+    coded = gl.load(ptr)
+    return gl.where(coded < 0, -1 - coded, coded)
+
+
+@gluon.jit
+def _clear(tiles, index, runs_ptr, COUNT: gl.constexpr):
+    """Sets tokens of padding to zero in tiles of one chunk: they may hold anything, even NaN. Each warpgroup does it for itself:
+    what the other writes is the same."""
+    for tile in gl.static_range(COUNT):
+        for i in gl.static_range(4):
+            rows = 16 * i + gl.arange(0, 16, gl.SliceLayout(1, WIDE))
+            part = tiles.index(index + tile).slice(16 * i, 16, 0)
+            x = part.load(WIDE)
+            part.store(gl.where((gl.load(runs_ptr + rows) >= 0)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _decays(a_ptr, at, runs_ptr, t, s, later, STRICT: gl.constexpr):
+    """Returns the decay from each token s to each t >= s, or t > s, [t, s]; 0 for other pairs, and across documents."""
     decay = gl.zeros([C, C], gl.float32, SQUARE)
     if a_ptr is not None:
         left = gl.load(a_ptr + at + s)
@@ -106,6 +125,8 @@ def _decays(a_ptr, at, t, s, later, STRICT: gl.constexpr):
             decay = _product(gl.convert_layout(part, LEFT), later, decay, i > 0)
             decay = warpgroup_mma_wait(0, (decay,))
     seen = t[:, None] > s[None, :] if STRICT else t[:, None] >= s[None, :]
+    if runs_ptr is not None:
+        seen = seen & (_run(runs_ptr + t)[:, None] == _run(runs_ptr + s)[None, :])
     return gl.where(seen, gl.exp(decay), 0.0)
 
 
@@ -154,7 +175,7 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                    GROUPS: gl.constexpr, HEADS: gl.constexpr, SCALE: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """WHICH of the two halves of the key dim a warpgroup has. The first has the pairs of queries and keys, the second those of
     keys."""
-    a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr = inputs
+    a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr = inputs
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr = outputs
     keys, keys_full, keys_free = common
     tiles, full, free = stages
@@ -169,6 +190,13 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
         chunk, group = item // GROUPS, item % GROUPS
         slot = turn % 2
         mbarrier.wait(keys_full.index(slot), turn // 2 & 1)
+        runs, padded = runs_ptr, False
+        if runs_ptr is not None:
+            runs = runs_ptr + chunk * C
+            padded = gl.max(gl.where(gl.load(runs + t) < 0, 1, 0), axis=0) > 0
+            if padded:
+                _clear(keys, 4 * slot, runs, 4)
+                fence_async_shared()
         dq, dk = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([C, C], gl.float32, SQUARE)
         for j in range(HEADS):
             n = group * HEADS + j
@@ -193,6 +221,11 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                 keys_of = 4 * _again(slot) + WHICH
                 q, k = keys.index(keys_of), keys.index(keys_of + 2)
                 mbarrier.wait(full.index(half), phase)
+                if runs_ptr is not None:
+                    if padded:
+                        _clear(tiles, first, runs, 1)
+                        _clear(tiles, first + 3, runs, 1)
+                        fence_async_shared()
                 d_out, written, du = tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
                 state, d_state = tiles.index(first + 4 + WHICH), tiles.index(first + 6 + WHICH)
                 d_write = _product(written, d_state.permute((1, 0)), zeros, False)
@@ -220,7 +253,7 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             gl.store(dbeta_ptr + here + 16, lower)
             reading, writing, back = reading * (enters * SCALE), writing * leaves, enters * -beta
             # What passes through pairs of the chunk.
-            pairs *= _decays(a_ptr, at, t, u, one_later, WHICH == 1)
+            pairs *= _decays(a_ptr, at, runs, t, u, one_later, WHICH == 1)
             base = 4 * _again(slot)
             products = zeros
             for side in gl.static_range(2):
@@ -278,6 +311,7 @@ def delta_gradients_kernel(
     enters_ptr,  # [B, N, T] float32, as leaves: what `triton_parts.fades` returns
     leaves_ptr,
     whole_ptr,  # [B, N, CHUNKS] float32
+    runs_ptr,  # [B, T] int32 as in `layout.Layout`, or None
     dq_ptr,  # [B, T, K, 128]
     dk_ptr,
     dv_ptr,  # [B, T, N, 128]
@@ -314,7 +348,7 @@ def delta_gradients_kernel(
     mbarrier.init(ready, count=2)
     mbarrier.init(read, count=2)
     descs = q_desc, k_desc, d_out_desc, written_desc, du_desc, v_desc, states_desc, d_states_desc
-    inputs, outputs = (a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr), (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr)
+    inputs, outputs = (a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr), (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr)
     common, stages, shared = (keys, keys_full, keys_free), (tiles, full, free), (squares, later, ready, read)
     gl.warp_specialize(
         [

@@ -27,8 +27,8 @@ def refused(x: Any, chunk: int, num_states: int) -> str | None:
         return f"it has heads of {WIDTH} channels of keys and values, not {H} and {Hv}"
     if x.a is not None and x.a.ndim == 4:
         return "it has no decays of channels"
-    if x.segment_ids is not None or num_states > 1:
-        return "it has no documents"
+    if num_states > 1:
+        return "it has no sequences of their own states"
     if chunk != CHUNK or T % CHUNK:
         return f"it has whole chunks of {CHUNK} tokens"
     return None
@@ -54,6 +54,7 @@ def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[s
         run.a,
         run.beta,
         *run.fades,
+        run.layout.runs,
         out_shape=tuple(shapes.values()),
         grid=(min(MULTIPROCESSORS, B * chunks * K),),
         num_warps=4,
