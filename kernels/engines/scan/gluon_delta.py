@@ -348,7 +348,10 @@ def delta_gradients_kernel(
     mbarrier.init(ready, count=2)
     mbarrier.init(read, count=2)
     descs = q_desc, k_desc, d_out_desc, written_desc, du_desc, v_desc, states_desc, d_states_desc
-    inputs, outputs = (a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr), (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr)
+    inputs, outputs = (
+        (a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr),
+        (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr),
+    )
     common, stages, shared = (keys, keys_full, keys_free), (tiles, full, free), (squares, later, ready, read)
     gl.warp_specialize(
         [

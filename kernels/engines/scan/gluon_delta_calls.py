@@ -16,22 +16,12 @@ CHUNK, WIDTH = 64, 128
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 
-def refused(x: Any, chunk: int, num_states: int) -> str | None:
-    """Returns why the kernel does not have these tokens, `delta_tokens.Tokens`."""
-    T, (H, Hv) = x.q.shape[1], (x.q.shape[-1], x.v.shape[-1])
-    if compute_capability() != 90:
-        return "it is for Hopper"
-    if x.q.dtype.itemsize != 2:
-        return f"it has no {x.q.dtype}"
-    if (H, Hv) != (WIDTH, WIDTH):
-        return f"it has heads of {WIDTH} channels of keys and values, not {H} and {Hv}"
-    if x.a is not None and x.a.ndim == 4:
-        return "it has no decays of channels"
-    if num_states > 1:
-        return "it has no sequences of their own states"
-    if chunk != CHUNK or T % CHUNK:
-        return f"it has whole chunks of {CHUNK} tokens"
-    return None
+def fits(x: Any, chunk: int, num_states: int) -> bool:
+    """Returns whether the kernel has these tokens, `delta_tokens.Tokens`, on the GPU being compiled for."""
+    per_head = x.a is None or x.a.ndim == 3
+    whole = num_states == 1 and chunk == CHUNK and x.q.shape[1] % CHUNK == 0
+    wide = x.q.shape[-1] == x.v.shape[-1] == WIDTH and x.q.dtype.itemsize == 2
+    return per_head and whole and wide and compute_capability() == 90
 
 
 def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +37,16 @@ def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[s
 
     shapes = {name: jax.ShapeDtypeStruct(getattr(x, name).shape, x.q.dtype) for name in ("q", "k", "v")}
     shapes |= {"beta": parts(3)} | ({} if x.a is None else {"a": parts(2)})
-    arrays = (x.q, x.k, d_out.astype(x.q.dtype), walked["written"], of_end["du"], x.v, walked["states"], of_end["d_states"])
+    arrays = (
+        x.q,
+        x.k,
+        d_out.astype(x.q.dtype),
+        walked["written"],
+        of_end["du"],
+        x.v,
+        walked["states"],
+        of_end["d_states"],
+    )
     results = triton_launch(
         delta_gradients_kernel,
         *map(tiles, arrays),

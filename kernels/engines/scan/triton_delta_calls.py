@@ -80,7 +80,7 @@ class Launches:
         # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
         self.reads, self.keeps, self.writes = x.q, x.k, None
         self.at_once = bool(cfg.at_once) and self.splits == 1
-        self.in_one = bool(cfg.in_one) and gluon.refused(x, chunk, num_states) is None
+        self.in_one = bool(cfg.in_one) and gluon.fits(x, chunk, num_states)
         self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
 
     def log_decay(self) -> jax.Array | None:
