@@ -99,7 +99,7 @@ def test_which_calls_it_has(changed, there):
 
 @pytest.mark.slow
 def test_it_fits_a_multiprocessor():
-    """At the width of Qwen3-Next: no product waits for the one before, and addresses alone are spilled, outside the inner loop."""
+    """At the width of Qwen3-Next: no product waits for the one before; what is spilled are addresses, around the inner loop."""
     case = next(c for c in op.cases if c.name == "qwen3_next")
     call, shapes = call_of(op, case, platform="triton", cfg=replace(TILES, block_v=32, in_one=True, keeps=True))
     report = export_cuda(call, shapes).kernels

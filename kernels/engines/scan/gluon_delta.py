@@ -11,7 +11,7 @@ Sums over intervals of tokens are products with a matrix of zeros and ones, exac
 """
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
-# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index, not-iterable]
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def _product(a, b, sums, use):
 
 @gluon.jit
 def _again(x):
-    """Returns an integer as it is. What follows from it is computed after, where the compiler would do so before a loop, and have
-    no registers to keep it."""
+    """Returns an integer as it is. What follows from it is computed after, where the compiler would do so before a loop, and
+    have no registers to keep it."""
     same: gl.constexpr = "mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(same, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -102,8 +102,8 @@ def _run(ptr):
 
 @gluon.jit
 def _clear(tiles, index, runs_ptr, COUNT: gl.constexpr):
-    """Sets tokens of padding to zero in tiles of one chunk: they may hold anything, even NaN. Each warpgroup does it for itself:
-    what the other writes is the same."""
+    """Sets tokens of padding to zero in tiles of one chunk: they may hold anything, even NaN. Each warpgroup does it for
+    itself: what the other writes is the same."""
     for tile in gl.static_range(COUNT):
         for i in gl.static_range(4):
             rows = 16 * i + gl.arange(0, 16, gl.SliceLayout(1, WIDE))

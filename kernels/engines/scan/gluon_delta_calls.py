@@ -47,6 +47,7 @@ def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[s
         walked["states"],
         of_end["d_states"],
     )
+    unused: dict[str, Any] = {"da_ptr": None} if x.a is None else {}
     results = triton_launch(
         delta_gradients_kernel,
         *map(tiles, arrays),
@@ -65,7 +66,7 @@ def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[s
         SCALE=run.scale,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        **({"da_ptr": None} if x.a is None else {}),
+        **unused,
     )
     d: dict[str, Any] = dict(zip(shapes, results, strict=True))
     return d | {name: run.layout.of_tokens(jnp.sum(d[name], 0)) if name in d else None for name in ("beta", "a")}

@@ -236,10 +236,8 @@ class Launches:
         return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
     def both_walks(self, weights: Any, solve: Any, d_out: Any, d_exits: Any) -> dict[str, jax.Array]:
-        """Returns what a backward takes of walks of rows that are not split, in one launch.
-
-        Of two stages two programs fit a multiprocessor, one for each direction.
-        """
+        """Returns what a backward takes of walks of rows that are not split, in one launch; of two stages a program for each
+        direction fits a multiprocessor."""
         every = self.shapes()
         shapes = {name: every[name] for name in ("written", "states", "du", "d_states", "d_entries")}
         outputs = triton_launch(
