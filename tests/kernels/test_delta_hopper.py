@@ -23,13 +23,12 @@ TILES = ChunkConfig(chunk=64, block_v=64, num_warps=4, num_stages=1, splits=1, h
 PADDED = ("query", "key", "value")
 
 
-def drawn(B, T, K, N, dtype, ids=None, decay=-np.inf, **sizes):
+def drawn(B, T, K, N, dtype, ids, decay):
     """Returns arguments in a dtype; decays, rates and states stay in float32."""
     rng = np.random.default_rng(3)
-    H, Hv = sizes.get("H", 128), sizes.get("Hv", 128)
-    more = {"initial_state": rng.standard_normal((B, 1, N, H, Hv)).astype(np.float32)}
+    more = {"initial_state": rng.standard_normal((B, 1, N, 128, 128)).astype(np.float32)}
     more |= {} if ids is None else {"segment_ids": ids}
-    x = arguments_of(rng, B, T, K, N, H, Hv, 0.5, 1.5, decay, **more)
+    x = arguments_of(rng, B, T, K, N, 128, 128, 0.5, 1.5, decay, **more)
     return x | {name: x[name].astype(dtype) for name in PADDED}
 
 
@@ -47,10 +46,10 @@ def gradients_of(arguments, d, in_one):
     ],
 )
 def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents, gate, heads):
-    """Decays of -inf, keys that heads share, states in and out, and padding of NaN at the beginning, inside and at the end."""
-    T = 128 if documents else 192
-    ids = np.repeat([[-1, 0, 1, -1, 2, -1]], [5, 30, 40, 4, 40, 9], axis=1).astype(np.int32) if documents else None
-    clean = drawn(1, T, *heads, dtype, ids)
+    """Decays of -inf or mild ones, keys that heads share, states in and out, and padding of NaN at the beginning, inside and at the end."""
+    T = 192
+    ids = np.repeat([[-1, 0, 1, -1, 2, -1]], [5, 30, 40, 4, 104, 9], axis=1).astype(np.int32) if documents else None
+    clean = drawn(1, T, *heads, dtype, ids, -np.inf if documents else None)  # mild decays leave something of a state
     if not gate:
         del clean["g"]
     wide = {n: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for n, x in clean.items()}
@@ -59,6 +58,7 @@ def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents,
     if documents:
         d = (jnp.where(jnp.asarray(ids < 0)[..., None, None], jnp.nan, d[0]), *d[1:])
     with interpreted(monkeypatch, op, gluon_delta_calls):
+        monkeypatch.setattr(gluon_delta_calls, "MULTIPROCESSORS", 1)  # which has more chunks than slots for their keys
         three, one = (gradients_of(arguments, d, in_one) for in_one in (False, True))
     for name in wanted:
         assert error(one[name], wanted[name]) <= 5e-3, name
