@@ -125,6 +125,8 @@ SPILLS = {
     ("multi_latent_ragged_page_attention", "deepseek_v3_decode", 90): 64,
     # Flash attention's kernel over pages: their numbers are held beside the loop over keys.
     ("page_attention", "prefill_2k_of_8k", 90): 8,
+    # Six sums of a chunk and half of the key dim fill the registers; addresses go out around the loop over columns.
+    ("delta_rule", "qwen3_next", 90): 152,
     # Every option at once: a few registers short.
     ("flash_attention", "together", 90): 12,
     ("flash_attention", "together", 80): 20,

@@ -84,6 +84,13 @@ FAULTS = (
         DELTA,
     ),
     Fault(
+        "delta on Hopper: the default is three kernels",
+        "delta_rule/triton_gpu:_tiles",
+        "replace($cfg, keeps=True, at_once=$few, in_one=$whole)",
+        "replace($cfg, keeps=True, at_once=$few, in_one=False)",
+        "tests/kernels/test_delta_triton.py -k what_a_backward",
+    ),
+    Fault(
         "delta on Hopper: a part of a chunk is taken for a whole one",
         "gluon_delta_calls:fits",
         "$x.q.shape[1] % CHUNK == 0",

@@ -46,7 +46,7 @@ def gradients_of(arguments, d, in_one):
     ],
 )
 def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents, gate, heads):
-    """Decays of -inf or mild ones, keys that heads share, states in and out, and padding of NaN at the beginning, inside and at the end."""
+    """Decays of -inf or mild ones, keys that heads share, states in and out, and NaN in padding at both ends and inside."""
     T = 192
     ids = np.repeat([[-1, 0, 1, -1, 2, -1]], [5, 30, 40, 4, 104, 9], axis=1).astype(np.int32) if documents else None
     clean = drawn(1, T, *heads, dtype, ids, -np.inf if documents else None)  # mild decays leave something of a state

@@ -91,19 +91,20 @@ def test_both_ways_at_once_of_what_the_forward_kept(packed):
 
 
 @pytest.mark.parametrize(
-    ("case", "keeps", "at_once"),
+    ("case", "keeps", "at_once", "in_one"),
     [
-        ("qwen3_next", True, True),
-        ("many_heads_8k", True, False),
-        ("few_heads_32k", True, False),
-        ("kimi_linear", None, None),
+        ("qwen3_next", True, True, True),
+        ("many_heads_8k", True, False, True),
+        ("few_heads_32k", True, False, True),
+        ("packed_4_of_8k", True, True, False),
+        ("kimi_linear", None, None, None),
     ],
 )
-def test_what_a_backward_takes_of_its_forward_and_which_walks_it_joins(case, keeps, at_once):
+def test_what_a_backward_takes_of_its_forward_and_which_kernels_it_joins(case, keeps, at_once, in_one):
     """As was timed: of decays of heads, with walks whose programs leave half of each multiprocessor empty."""
     call = op.bind(**op.case_inputs(next(c for c in op.cases if c.name == case), dtype="bfloat16", shapes_only=True))
     cfg = op.backends["triton_gpu"].heuristic(call, "cuda")
-    assert (cfg.keeps, cfg.at_once) == (keeps, at_once)
+    assert (cfg.keeps, cfg.at_once, cfg.in_one) == (keeps, at_once, in_one)
 
 
 @pytest.mark.slow
