@@ -107,5 +107,5 @@ def test_it_fits_a_multiprocessor():
     assert not {"scalar_dq_kernel", "scalar_dk_kernel", "delta_bwd_kernel"} & set(names), names
     (kernel,) = (k for k in report if k.name == "delta_gradients_kernel")
     assert not kernel.resources["serialized"]
-    assert kernel.resources["spill_stores"] <= 136, kernel.resources
+    assert kernel.resources["spill_stores"] <= 56, kernel.resources
     assert kernel.shared_memory_bytes <= SHARED_MEMORY[90]

@@ -208,7 +208,7 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             mine = first_square if WHICH == 0 else second_square
             t = _again(t)
             enters, leaves = gl.load(enters_ptr + at + t), gl.load(leaves_ptr + at + t)
-            beta, whole = gl.load(beta_ptr + at + t), gl.load(whole_ptr + index)
+            beta = gl.load(beta_ptr + at + t)
             zeros = gl.zeros([C, C], gl.float32, SQUARE)
             none = gl.zeros([C], gl.float32, BY_ROW)
             reading, writing, old = none, none, none
@@ -247,10 +247,13 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                 wide = warpgroup_mma_wait(0, (wide,))
                 old, dk = _folded(k, wide, old, dk, enters * -beta)
                 mbarrier.arrive(free.index(half))
-            through_states = whole * gl.sum(gl.sum(passed, axis=1), axis=0)
+            through_states = gl.load(whole_ptr + index) * gl.sum(gl.sum(passed, axis=1), axis=0)
             here = 2 * B * N * T + at + 32 * WHICH + rows
             gl.store(dbeta_ptr + here, upper)
             gl.store(dbeta_ptr + here + 16, lower)
+            t = _again(t)  # loaded again: in the loop there are no registers for them
+            enters, leaves = gl.load(enters_ptr + at + t), gl.load(leaves_ptr + at + t)
+            beta = gl.load(beta_ptr + at + t)
             reading, writing, back = reading * (enters * SCALE), writing * leaves, enters * -beta
             # What passes through pairs of the chunk.
             pairs *= _decays(a_ptr, at, runs, t, u, one_later, WHICH == 1)
