@@ -12,6 +12,7 @@ from kernels.engines.scan import gluon_delta_calls as gluon
 from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
+from kernels.engines.scan import triton_delta_tiles as delta_tiles
 from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import DplrTokens
@@ -63,7 +64,7 @@ def keeps(call, cfg):
     one = decode.one_token(call.dims["T"], call.num_states)
     if one or not (cfg and cfg.keeps) or _per_channel(call) or not (cfg.chunk is None or LEAST <= cfg.chunk <= LONGEST):
         return {}  # chunks of another length are another backend's, or refused where they are launched
-    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg.chunk)
+    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg)
 
 
 def forward(
@@ -178,7 +179,7 @@ def _tiles(call, cfg):
     if _per_channel(call):
         return cfg
     # Of wide programs too: of twice as many narrow ones, both were timed where they leave room.
-    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // min(delta.NARROW, cfg.block_v or 1))
+    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // min(delta_tiles.NARROW, cfg.block_v or 1))
     few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
     d, whole = call.dims, call.num_states == 1 and cfg.chunk == gluon.CHUNK and call.dims["T"] % gluon.CHUNK == 0
     in_one = whole and d["H"] == d["Hv"] == gluon.WIDTH and call.dtype != "float32"
@@ -186,11 +187,11 @@ def _tiles(call, cfg):
 
 
 def of_chunks(call, platform):
-    return _tiles(call, delta.heuristic(call, platform))
+    return _tiles(call, delta_tiles.heuristic(call, platform))
 
 
 def others(call):
-    found = [_tiles(call, cfg) for cfg in delta.candidates(call)]
+    found = [_tiles(call, cfg) for cfg in delta_tiles.candidates(call)]
     return [*found, *(replace(cfg, in_one=False) for cfg in found[:1] if cfg.in_one)]
 
 
