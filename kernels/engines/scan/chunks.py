@@ -40,8 +40,8 @@ class ChunkConfig(Tunables):
       at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split (Triton).
       in_one: whether one kernel for Hopper computes all gradients of chunks of a delta rule with decays of heads, if heads have
         128 channels, rows whole chunks of 64 tokens, and sequences no states of their own (Triton).
-      keeps: whether the forward of a differentiated delta rule with decays of heads keeps weights of pairs and inverses for
-        its backward, as much as its values in all (Triton).
+      keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
+        its values in all (Triton).
     """
 
     chunk: int | None = None

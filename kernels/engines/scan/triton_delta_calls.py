@@ -39,12 +39,15 @@ from kernels.framework.measured import power_of_two
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
 
-# What `keeping` keeps; of rows that are split also their parts' maps and the states before them.
+# What `keeping` keeps: weights of pairs, inverses, and what decays leave; of rows that are split also their parts' maps and the
+# states before them.
 KEPT, KEPT_OF_PARTS = ("pairs", "solve", "enters", "leaves", "whole"), ("maps", "starts")
 
 
 class Launches:
     """The launches of one call."""
+
+    names_kept = KEPT
 
     def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         self.x, self.cfg, self.work = x, cfg, work
@@ -333,18 +336,20 @@ def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.A
     parts = run.parts(pairs[1])
     found = run.walk(*pairs, ("out", "exits"), parts[1])
     outputs = found["out"], run.layout.exits(found["exits"], run.x.entries)
-    kept = dict(zip(KEPT, (*pairs, *run.fades), strict=False))
+    kept = dict(zip(run.names_kept, (*pairs, *run.fades), strict=False))
     if keeps_parts(run.chunks[-1], run.states[-1], run.cfg):
         kept |= dict(zip(KEPT_OF_PARTS, parts, strict=True))
     return outputs, kept
 
 
-def kept_of(dims: Mapping[str, int], num_states: int, dtype: Any, cfg: ChunkConfig) -> dict[str, Any]:
-    """Returns the shapes of what `keeping` keeps: weights of pairs, inverses, what decays leave, and what parts of rows do."""
+def kept_of(
+    dims: Mapping[str, int], num_states: int, dtype: Any, cfg: ChunkConfig, names: tuple[str, ...] = KEPT
+) -> dict[str, Any]:
+    """Returns the shapes of what `keeping` keeps: those of KEPT that are named, and what parts of rows do."""
     (B, T, N, H, Hv), C = (dims[name] for name in ("B", "T", "N", "H", "Hv")), check_chunk(cfg.chunk)
     chunks = chunks_of(T, C, num_states)
     square = jax.ShapeDtypeStruct((B, N, chunks, C, C), dtype)
-    kept = dict(zip(KEPT, (square, square, *fade_shapes(B, N, chunks, T)), strict=True))
+    kept = dict(zip(names, (square, square, *fade_shapes(B, N, chunks, T)), strict=False))
     if keeps_parts(chunks, Hv, cfg):
         states = (jax.ShapeDtypeStruct((B, N, parts_of(chunks, cfg), H, width), jnp.float32) for width in (Hv + H, Hv))
         kept |= dict(zip(KEPT_OF_PARTS, states, strict=True))

@@ -62,9 +62,10 @@ def _per_channel(call):
 
 def keeps(call, cfg):
     one = decode.one_token(call.dims["T"], call.num_states)
-    if one or not (cfg and cfg.keeps) or _per_channel(call) or not (cfg.chunk is None or LEAST <= cfg.chunk <= LONGEST):
+    if one or not (cfg and cfg.keeps) or not (cfg.chunk is None or LEAST <= cfg.chunk <= LONGEST):
         return {}  # chunks of another length are another backend's, or refused where they are launched
-    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg)
+    names = channels.KEPT if _per_channel(call) else delta.KEPT
+    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg, names)
 
 
 def forward(
