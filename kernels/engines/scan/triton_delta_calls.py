@@ -47,7 +47,7 @@ KEPT, KEPT_OF_PARTS = ("pairs", "solve", "enters", "leaves", "whole"), ("maps", 
 class Launches:
     """The launches of one call."""
 
-    names_kept = KEPT
+    names_kept: tuple[str, ...] = KEPT
 
     def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         self.x, self.cfg, self.work = x, cfg, work
