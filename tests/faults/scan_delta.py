@@ -153,6 +153,20 @@ FAULTS = (
         f"{DELTA} -k 'both_ways_at_once'",
     ),
     Fault(
+        "delta kept: a backward takes the maps of parts again",
+        "triton_delta_calls:Launches.parts",
+        "$kept is not None and KEPT_OF_PARTS[0] in $kept",
+        "False",
+        f"{DELTA} -k taken_once",
+    ),
+    Fault(
+        "delta kept: maps of parts that columns in whole tiles do not have",
+        "triton_delta_calls:keeps_parts",
+        "parts_of($chunks, $cfg) > 1 and $width % columns($cfg.block_v, $width) == 0",
+        "parts_of($chunks, $cfg) > 1",
+        f"{DELTA} -k rows_that_are_split",
+    ),
+    Fault(
         "delta kept: weights of pairs stand for inverses",
         "triton_delta_calls:Launches.pairs_of",
         "return $weights, $solve",

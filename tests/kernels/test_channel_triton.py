@@ -49,9 +49,8 @@ def test_decays_of_every_size(decay):
 def test_decays_of_every_size_in_a_delta_rule(decay):
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
-    compared(
-        kda(rng, 1, 40, 1, 2, 8, 20, decay=decay, initial_state=state), {"softmax_scale": 0.7}, chunk=16, block_v=16
-    )
+    arguments, both = kda(rng, 1, 40, 1, 2, 8, 20, decay=decay, initial_state=state), {"keeps": True, "at_once": True}
+    compared(arguments, {"softmax_scale": 0.7}, chunk=16, block_v=16, **both)
 
 
 @pytest.mark.parametrize("decay", [pytest.param(0.0, marks=pytest.mark.slow), -np.inf])

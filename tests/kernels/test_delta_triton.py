@@ -9,6 +9,7 @@ import pytest
 import triton
 import triton.language as tl
 from grid import error, value_and_gradients
+from kernel_names import names_of_kernels
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
@@ -16,7 +17,7 @@ from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.triton_inverse import inverse
 from kernels.framework.interpret import interpret
 from kernels.ops.delta_rule import op
-from kernels.toolchains.simulate.ahead_of_time import export_cuda
+from kernels.toolchains.simulate.ahead_of_time import call_of, export_cuda
 from kernels.toolchains.triton import triton_launch
 
 
@@ -91,19 +92,20 @@ def test_both_ways_at_once_of_what_the_forward_kept(packed):
 
 
 @pytest.mark.parametrize(
-    ("case", "keeps", "at_once"),
+    ("case", "keeps", "at_once", "in_one"),
     [
-        ("qwen3_next", True, True),
-        ("many_heads_8k", True, False),
-        ("few_heads_32k", True, False),
-        ("kimi_linear", None, None),
+        ("qwen3_next", True, True, True),
+        ("many_heads_8k", True, False, True),
+        ("few_heads_32k", True, False, True),
+        ("packed_4_of_8k", True, True, False),
+        ("kimi_linear", None, None, None),
     ],
 )
-def test_what_a_backward_takes_of_its_forward_and_which_walks_it_joins(case, keeps, at_once):
+def test_what_a_backward_takes_of_its_forward_and_which_kernels_it_joins(case, keeps, at_once, in_one):
     """As was timed: of decays of heads, with walks whose programs leave half of each multiprocessor empty."""
     call = op.bind(**op.case_inputs(next(c for c in op.cases if c.name == case), dtype="bfloat16", shapes_only=True))
     cfg = op.backends["triton_gpu"].heuristic(call, "cuda")
-    assert (cfg.keeps, cfg.at_once) == (keeps, at_once)
+    assert (cfg.keeps, cfg.at_once, cfg.in_one) == (keeps, at_once, in_one)
 
 
 @pytest.mark.slow
@@ -130,7 +132,7 @@ def test_rows_that_are_split(decay, Hv):
     rng = np.random.default_rng(8)
     state = rng.standard_normal((1, 1, 2, 20, Hv)).astype(np.float32)
     arguments = arguments_of(rng, 1, 100, 1, 2, 20, Hv, 0.5, 1.5, decay, initial_state=state)
-    compared(arguments, {}, chunk=16, splits=3, block_v=16)
+    compared(arguments, {}, chunk=16, splits=3, block_v=16, keeps=True)
 
 
 def test_sums_that_hopper_reads_from_diagonals():
@@ -174,9 +176,19 @@ def test_packed_sequences_with_states(splits):
     ids = np.sort(rng.choice([0, 1, 3, 4], (2, 60)), axis=1).astype(np.int32)  # sequence 2 is empty
     ids[0, :4] = ids[0, 30:32] = ids[:, -5:] = -1
     ids[1] = np.where(ids[1] < 0, -1, 4 - ids[1])  # in another order
-    state = rng.standard_normal((2, 5, 2, 8, 4)).astype(np.float32)
-    clean = arguments_of(rng, 2, 60, 1, 2, 8, 4, 0.5, initial_state=state, segment_ids=ids)
-    compared(spoiled(clean, ids, "query", "key", "value", "beta"), {"num_states": 5}, clean, chunk=16, splits=splits)
+    Hv, tiles = (
+        (16, {"splits": splits, "keeps": True}) if splits > 1 else (4, {})
+    )  # parts' maps are kept in whole tiles
+    state = rng.standard_normal((2, 5, 2, 8, Hv)).astype(np.float32)
+    clean = arguments_of(rng, 2, 60, 1, 2, 8, Hv, 0.5, initial_state=state, segment_ids=ids)
+    compared(spoiled(clean, ids, "query", "key", "value", "beta"), {"num_states": 5}, clean, chunk=16, **tiles)
+
+
+def test_maps_of_parts_are_taken_once():
+    """In the forward of a differentiated call: the backward has two more walks from the end, and one from the beginning."""
+    case = next(c for c in op.cases if c.name == "few_heads_32k")
+    names = names_of_kernels(*call_of(op, case, platform="triton"))
+    assert [names.count(f"delta_{n}_kernel") for n in ("walk", "join", "reverse")] == [3, 2, 2], names
 
 
 @pytest.mark.slow  # packed sequences that are split are quick

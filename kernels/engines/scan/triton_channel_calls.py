@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from kernels.toolchains.triton import compute_capability, triton_launch
 FORGETS_CHANNEL = -60.0
 # The widest sum of log decays whose two halves both have exponentials that bfloat16 holds, times queries and keys of 1e7.
 REACH = 140.0
+KEPT = delta.KEPT[:2]  # what a forward of a delta rule keeps
 WIDTH = 64  # channels of a tile with decays: several programs of a multiprocessor hide each other's loads
 
 
@@ -261,6 +263,8 @@ class Launches(scalar.Launches):
 class DeltaLaunches(delta.Launches):
     """The launches of one call of a delta rule with a decay for each channel: a of `Tokens` is [B, T, N, H]."""
 
+    names_kept = KEPT  # what decays leave is as large as several arrays of tokens, and soon computed again
+
     def __init__(self, x: delta.Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         super().__init__(x, num_states, scale, cfg, work)
         self.decays_of = chunks_of(x, self.beta, None, self, scale, cfg)
@@ -270,10 +274,20 @@ class DeltaLaunches(delta.Launches):
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Returns (what outputs read of writes, the inverses); sets what walks read and write."""
-        sums, self.reads, self.writes, whole, first, self.keeps = self.decays_of.decays_of_tokens()
-        self.fades, self.decays = (None, None, whole), (sums, whole, first)
+        sums, first = self.decay_tokens()
         weights, solve = self.decays_of.pairs(sums, first)
         return weights, solve
+
+    def pairs_of(self, kept: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Returns `pairs`, as a forward has kept them; sets what walks read and write."""
+        self.decay_tokens()
+        weights, solve = (kept[name] for name in KEPT)
+        return weights, solve
+
+    def decay_tokens(self) -> tuple[Any, Any]:
+        sums, self.reads, self.writes, whole, first, self.keeps = self.decays_of.decays_of_tokens()
+        self.fades, self.decays = (None, None, whole), (sums, whole, first)
+        return sums, first
 
     def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
         """Returns the gradients of q, k, v, beta and a. See `delta.Launches.gradients`."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import triton
 
+from kernels.engines.scan import gluon_delta_calls as gluon
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import Tokens
@@ -23,7 +23,6 @@ from kernels.engines.scan.triton_calls import (
     fade_shapes,
     gradient_tiles,
     heads_of,
-    longest_chunk,
     precisions,
     reads_diagonals,
 )
@@ -34,23 +33,21 @@ from kernels.engines.scan.triton_delta import (
     delta_walk_kernel,
 )
 from kernels.engines.scan.triton_delta_both import delta_both_kernel
+from kernels.engines.scan.triton_delta_tiles import NARROW, WIDE
 from kernels.engines.scan.triton_join import delta_join_kernel
-from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
-from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
 
-# Programs for each multiprocessor that a row is split for, the fewest parts worth while, and the fewest chunks of one.
-PROGRAMS_EACH, LEAST_SPLITS, LEAST_CHUNKS = 2, 3, 8
-# Columns of a program: narrow ones fill a GPU; half as many wide ones, where there are enough, take 1.3 times as long (a rank's
-# pass over qwen3_next 362 us on an H200 for 500, many_heads_8k 465 for 606), and so do the maps of parts (316 for 370).
-NARROW, WIDE = 32, 64
-KEPT = ("pairs", "solve", "enters", "leaves", "whole")  # what `keeping` keeps
+# What `keeping` keeps: weights of pairs, inverses, and what decays leave; of rows that are split also their parts' maps and the
+# states before them.
+KEPT, KEPT_OF_PARTS = ("pairs", "solve", "enters", "leaves", "whole"), ("maps", "starts")
 
 
 class Launches:
     """The launches of one call."""
+
+    names_kept: tuple[str, ...] = KEPT
 
     def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         self.x, self.cfg, self.work = x, cfg, work
@@ -61,7 +58,7 @@ class Launches:
         chunks = self.layout.chunks
         self.chunks, self.states = (B, N, chunks), (B, num_states, N, H, Hv)
         block_v = columns_here(cfg.block_v, Hv)
-        self.splits = -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))  # no part is empty
+        self.splits = parts_of(chunks, cfg)
         self.tiles = triton.cdiv(Hv, block_v)
         self.walks = (B * N * self.splits, self.tiles)
         self.common: dict[str, Any] = {
@@ -79,6 +76,7 @@ class Launches:
         # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
         self.reads, self.keeps, self.writes = x.q, x.k, None
         self.at_once = bool(cfg.at_once) and self.splits == 1
+        self.in_one = bool(cfg.in_one) and gluon.fits(x, chunk, num_states)
         self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
 
     def log_decay(self) -> jax.Array | None:
@@ -202,6 +200,13 @@ class Launches:
         )
         return starts
 
+    def parts(self, solve: Any, kept: Any = None) -> tuple[Any, Any]:
+        """Returns (`maps`, `starts`), as a forward has kept them if it has."""
+        if kept is not None and KEPT_OF_PARTS[0] in kept:
+            return kept[KEPT_OF_PARTS[0]], kept[KEPT_OF_PARTS[1]]
+        maps = self.maps(solve)
+        return maps, self.starts(maps)
+
     def reverse(self, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...], starts: Any) -> Any:
         """Returns what is `wanted` of a walk from the end: "du", "d_states", "d_entries", or what parts have "added"."""
         every = self.shapes()
@@ -234,10 +239,8 @@ class Launches:
         return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
     def both_walks(self, weights: Any, solve: Any, d_out: Any, d_exits: Any) -> dict[str, jax.Array]:
-        """Returns what a backward takes of walks of rows that are not split, in one launch.
-
-        Of two stages two programs fit a multiprocessor, one for each direction.
-        """
+        """Returns what a backward takes of walks of rows that are not split, in one launch; of two stages a program for each
+        direction fits a multiprocessor."""
         every = self.shapes()
         shapes = {name: every[name] for name in ("written", "states", "du", "d_states", "d_entries")}
         outputs = triton_launch(
@@ -330,17 +333,37 @@ def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
 def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
     """Returns (what `forward` does, what `backward` takes of it where decays are of heads: see `kept_of`)."""
     pairs = run.pairs()
-    found = run.walk(*pairs, ("out", "exits"), run.starts(run.maps(pairs[1])))
+    parts = run.parts(pairs[1])
+    found = run.walk(*pairs, ("out", "exits"), parts[1])
     outputs = found["out"], run.layout.exits(found["exits"], run.x.entries)
-    return outputs, dict(zip(KEPT, (*pairs, *run.fades), strict=False))
+    kept = dict(zip(run.names_kept, (*pairs, *run.fades), strict=False))
+    if keeps_parts(run.chunks[-1], run.states[-1], run.cfg):
+        kept |= dict(zip(KEPT_OF_PARTS, parts, strict=True))
+    return outputs, kept
 
 
-def kept_of(dims: Mapping[str, int], num_states: int, dtype: Any, chunk: int | None) -> dict[str, Any]:
-    """Returns the shapes of what `keeping` keeps: weights of pairs and inverses, and what decays leave."""
-    (B, T, N), C = (dims[name] for name in "BTN"), check_chunk(chunk)
+def kept_of(
+    dims: Mapping[str, int], num_states: int, dtype: Any, cfg: ChunkConfig, names: tuple[str, ...] = KEPT
+) -> dict[str, Any]:
+    """Returns the shapes of what `keeping` keeps: those of KEPT that are named, and what parts of rows do."""
+    (B, T, N, H, Hv), C = (dims[name] for name in ("B", "T", "N", "H", "Hv")), check_chunk(cfg.chunk)
     chunks = chunks_of(T, C, num_states)
     square = jax.ShapeDtypeStruct((B, N, chunks, C, C), dtype)
-    return dict(zip(KEPT, (square, square, *fade_shapes(B, N, chunks, T)), strict=True))
+    kept = dict(zip(names, (square, square, *fade_shapes(B, N, chunks, T)), strict=False))
+    if keeps_parts(chunks, Hv, cfg):
+        states = (jax.ShapeDtypeStruct((B, N, parts_of(chunks, cfg), H, width), jnp.float32) for width in (Hv + H, Hv))
+        kept |= dict(zip(KEPT_OF_PARTS, states, strict=True))
+    return kept
+
+
+def keeps_parts(chunks: int, Hv: int, cfg: ChunkConfig) -> bool:
+    """Returns whether `keeping` keeps what parts of rows do: if there are some, and tiles of columns have no others."""
+    return parts_of(chunks, cfg) > 1 and Hv % columns(cfg.block_v, Hv) == 0
+
+
+def parts_of(chunks: int, cfg: ChunkConfig) -> int:
+    """Returns into how many parts a row is split: none is empty."""
+    return -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))
 
 
 def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = None) -> dict[str, Any]:
@@ -354,46 +377,12 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = No
     if run.at_once:
         found = of_end = run.both_walks(weights, solve, d_out, d_exits)
     else:
-        maps = run.maps(solve)
-        found, starts = run.walk(None, solve, ("written", "states"), run.starts(maps)), None
+        maps, starts = run.parts(solve, kept)
+        found = run.walk(None, solve, ("written", "states"), starts)
         if maps is not None:
             added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
             starts = run.starts(maps, added)
         of_end = run.reverse(weights, solve, d_out, d_exits, ("du", "d_states", "d_entries"), starts)
     entries = None if run.x.entries is None else run.layout.exits(of_end["d_entries"], d_exits)
-    return run.gradients(d_out, found, of_end) | {"entries": entries}
-
-
-def tiles(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:
-    """Returns the tiles of a call: these sizes, if it has as many tokens and columns, and what follows from them."""
-    d, chunk = call.dims, min(chunk, longest_chunk(call))
-    # A part costs more than half as much again for its map, so a row is split only where that fills a GPU.
-    programs = d["B"] * d["N"] * -(-d["Hv"] // columns(block_v, d["Hv"]))
-    splits = min(PROGRAMS_EACH * MULTIPROCESSORS // programs, -(-d["T"] // chunk) // LEAST_CHUNKS)
-    splits = splits if splits >= LEAST_SPLITS else 1
-    backward = 8 if d["H"] > 64 or call.dtype == "float32" else 4
-    return ChunkConfig(chunk, None, columns(block_v, d["Hv"]), num_warps, num_stages, splits, 2, backward)
-
-
-def heuristic(call: Call, platform: str) -> ChunkConfig:
-    """Returns the default tiles of a call."""
-    if call.dtype == "float32":  # small tiles fit the registers
-        return tiles(call, 16, 16, 8, 1)
-    many = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // NARROW) > MULTIPROCESSORS
-    return tiles(call, 64, WIDE if many else NARROW, 4, 3)
-
-
-def candidates(call: Call) -> list[ChunkConfig]:
-    """Returns the configurations to tune over."""
-    if call.dtype == "float32":
-        return [heuristic(call, "cuda")]
-    found = [
-        tiles(call, chunk, block_v, num_warps, num_stages)
-        for chunk in (32, 64)
-        for block_v in (16, 32, 64)
-        for num_warps in (4, 8)
-        for num_stages in (1, 2, 3)
-        if block_v < 64 or num_stages < 3
-    ]
-    found += [replace(heuristic(call, "cuda"), splits=splits) for splits in (1, 2, 4, 8)]
-    return list(dict.fromkeys(found))
+    d = gluon.gradients(run, d_out, found, of_end) if run.in_one else run.gradients(d_out, found, of_end)
+    return d | {"entries": entries}

@@ -11,6 +11,7 @@ import triton
 
 from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_delta_calls as delta
+from kernels.engines.scan import triton_delta_tiles as delta_tiles
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import DplrTokens
 from kernels.engines.scan.layout import FORGETS
@@ -41,7 +42,7 @@ class Launches(delta.Launches):
         beta: Any = None
         walked = delta.Tokens(x.q, x.k, x.v, beta, x.w, x.segment_ids, x.entries)
         super().__init__(walked, num_states, scale, cfg, work)
-        self.at_once = False  # it has walks of its own
+        self.at_once = self.in_one = False  # it has walks of its own
         self.tokens, self.d_out = x, d_out
         self.decays_of = channels.chunks_of(walked, None, None, self, scale, cfg)
         width, self.warps = CHUNKS[x.k.dtype.itemsize == 2]
@@ -208,8 +209,8 @@ class Launches(delta.Launches):
 def heuristic(call: Call, platform: str) -> ChunkConfig:
     """Returns the default tiles of a call: chunks of 32 tokens, and warps of its own for gradients through decays."""
     if call.dtype == "float32":
-        return replace(delta.heuristic(call, platform), backward_num_warps=GRADIENTS[False][1])
-    return replace(delta.tiles(call, 32, 32, 4, 3), backward_num_warps=GRADIENTS[True][1])
+        return replace(delta_tiles.heuristic(call, platform), backward_num_warps=GRADIENTS[False][1])
+    return replace(delta_tiles.tiles(call, 32, 32, 4, 3), backward_num_warps=GRADIENTS[True][1])
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
@@ -218,7 +219,7 @@ def candidates(call: Call) -> list[ChunkConfig]:
     if call.dtype == "float32":
         return [best]
     found = [
-        replace(delta.tiles(call, chunk, block_v, num_warps, stages), backward_num_warps=warps)
+        replace(delta_tiles.tiles(call, chunk, block_v, num_warps, stages), backward_num_warps=warps)
         for chunk, warps in ((32, 2), (16, 2), (32, 1), (64, 4))
         for block_v, num_warps in ((32, 4), (16, 4), (64, 4))
         for stages in (2, 3)

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan import gluon_delta_calls as gluon
 from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
+from kernels.engines.scan import triton_delta_tiles as delta_tiles
 from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import DplrTokens
@@ -60,9 +62,10 @@ def _per_channel(call):
 
 def keeps(call, cfg):
     one = decode.one_token(call.dims["T"], call.num_states)
-    if one or not (cfg and cfg.keeps) or _per_channel(call) or not (cfg.chunk is None or LEAST <= cfg.chunk <= LONGEST):
+    if one or not (cfg and cfg.keeps) or not (cfg.chunk is None or LEAST <= cfg.chunk <= LONGEST):
         return {}  # chunks of another length are another backend's, or refused where they are launched
-    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg.chunk)
+    names = channels.KEPT if _per_channel(call) else delta.KEPT
+    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg, names)
 
 
 def forward(
@@ -173,21 +176,24 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
 
 def _tiles(call, cfg):
     """Returns tiles with what is worth while in a backward: what the forward keeps; both walks at once where that was timed, of
-    decays of heads whose programs leave half of each multiprocessor empty."""
+    decays of heads whose programs leave half of each multiprocessor empty; one kernel of gradients where Hopper has it."""
     if _per_channel(call):
         return cfg
     # Of wide programs too: of twice as many narrow ones, both were timed where they leave room.
-    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // min(delta.NARROW, cfg.block_v or 1))
+    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // min(delta_tiles.NARROW, cfg.block_v or 1))
     few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
-    return replace(cfg, keeps=True, at_once=few)
+    d, whole = call.dims, call.num_states == 1 and cfg.chunk == gluon.CHUNK and call.dims["T"] % gluon.CHUNK == 0
+    in_one = whole and d["H"] == d["Hv"] == gluon.WIDTH and call.dtype != "float32"
+    return replace(cfg, keeps=True, at_once=few, in_one=in_one)
 
 
 def of_chunks(call, platform):
-    return _tiles(call, delta.heuristic(call, platform))
+    return _tiles(call, delta_tiles.heuristic(call, platform))
 
 
 def others(call):
-    return [_tiles(call, cfg) for cfg in delta.candidates(call)]
+    found = [_tiles(call, cfg) for cfg in delta_tiles.candidates(call)]
+    return [*found, *(replace(cfg, in_one=False) for cfg in found[:1] if cfg.in_one)]
 
 
 rwkv7_heuristic = decode.heuristic(dplr.heuristic, lambda call: decode.OF_CHANNELS)

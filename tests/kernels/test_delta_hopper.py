@@ -1,0 +1,111 @@
+"""Hopper's one kernel of all gradients of a delta rule's chunks: interpreted, against the reference and the three kernels."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import error, value_and_gradients
+from hopper import interpreted
+from test_delta_triton import arguments_of, spoiled
+
+from kernels.engines.scan import gluon_delta_calls
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.delta_tokens import Tokens
+from kernels.framework.interpret import interpret
+from kernels.ops.delta_rule import op
+from kernels.toolchains.simulate.ahead_of_time import call_of, export_cuda
+from kernels.toolchains.triton import SHARED_MEMORY
+
+TILES = ChunkConfig(chunk=64, block_v=64, num_warps=4, num_stages=1, splits=1, heads=2, backward_num_warps=8)
+PADDED = ("query", "key", "value")
+
+
+def drawn(B, T, K, N, dtype, ids, decay):
+    """Returns arguments in a dtype; decays, rates and states stay in float32."""
+    rng = np.random.default_rng(3)
+    more = {"initial_state": rng.standard_normal((B, 1, N, 128, 128)).astype(np.float32)}
+    more |= {} if ids is None else {"segment_ids": ids}
+    x = arguments_of(rng, B, T, K, N, 128, 128, 0.5, 1.5, decay, **more)
+    return x | {name: x[name].astype(dtype) for name in PADDED}
+
+
+def gradients_of(arguments, d, in_one):
+    cfg = replace(TILES, in_one=in_one, keeps=True)
+    return value_and_gradients(functools.partial(op, platform="triton", cfg=cfg), arguments, d)[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "documents", "gate", "heads"),
+    [
+        ("bfloat16", True, True, (1, 2)),
+        pytest.param("float16", False, False, (2, 2), marks=pytest.mark.slow),
+        pytest.param("bfloat16", False, True, (1, 3), marks=pytest.mark.slow),
+    ],
+)
+def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents, gate, heads):
+    """Decays of -inf or mild ones, keys that heads share, states in and out, and NaN in padding at both ends and inside."""
+    T = 192
+    ids = np.repeat([[-1, 0, 1, -1, 2, -1]], [5, 30, 40, 4, 104, 9], axis=1).astype(np.int32) if documents else None
+    clean = drawn(1, T, *heads, dtype, ids, -np.inf if documents else None)  # mild decays leave something of a state
+    if not gate:
+        del clean["g"]
+    wide = {n: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for n, x in clean.items()}
+    wanted, d = value_and_gradients(functools.partial(op, platform="xla"), wide)[1:]
+    arguments = clean if ids is None else spoiled(clean, ids, *PADDED)
+    if documents:
+        d = (jnp.where(jnp.asarray(ids < 0)[..., None, None], jnp.nan, d[0]), *d[1:])
+    with interpreted(monkeypatch, op, gluon_delta_calls):
+        monkeypatch.setattr(gluon_delta_calls, "MULTIPROCESSORS", 1)  # which has more chunks than slots for their keys
+        three, one = (gradients_of(arguments, d, in_one) for in_one in (False, True))
+    for name in wanted:
+        assert error(one[name], wanted[name]) <= 5e-3, name
+        assert error(one[name], three[name]) <= 2e-4, name
+
+
+@pytest.mark.parametrize(
+    ("changed", "there"),
+    [
+        ({}, True),
+        ({"T": 96}, False),
+        ({"Hv": 64}, False),
+        ({"dtype": "float32"}, False),
+        ({"channels": 128}, False),
+        ({"chunk": 32}, False),
+        ({"states": 2}, False),
+        ({"capability": 80}, False),
+    ],
+    ids=str,
+)
+def test_which_calls_it_has(changed, there):
+    """Whole chunks of 64 tokens, heads of 128 channels, 16 bits, a decay for each head, one state, on Hopper."""
+    how = {
+        "T": 128,
+        "Hv": 128,
+        "dtype": "bfloat16",
+        "channels": None,
+        "chunk": 64,
+        "states": 1,
+        "capability": 90,
+    } | changed
+    T, dtype = how["T"], how["dtype"]
+    q, v = (jax.ShapeDtypeStruct((1, T, 1, width), dtype) for width in (128, how["Hv"]))
+    a = jax.ShapeDtypeStruct((1, T, 1) if how["channels"] is None else (1, T, 1, how["channels"]), "float32")
+    with interpret(how["capability"]):
+        assert gluon_delta_calls.fits(Tokens(q, q, v, None, a, None, None), how["chunk"], how["states"]) == there
+
+
+@pytest.mark.slow
+def test_it_fits_a_multiprocessor():
+    """At the width of Qwen3-Next: no product waits for the one before; what is spilled are addresses, around the inner loop."""
+    case = next(c for c in op.cases if c.name == "qwen3_next")
+    call, shapes = call_of(op, case, platform="triton", cfg=replace(TILES, block_v=32, in_one=True, keeps=True))
+    report = export_cuda(call, shapes).kernels
+    names = [kernel.name for kernel in report]
+    assert not {"scalar_dq_kernel", "scalar_dk_kernel", "delta_bwd_kernel"} & set(names), names
+    (kernel,) = (k for k in report if k.name == "delta_gradients_kernel")
+    assert not kernel.resources["serialized"]
+    assert kernel.resources["spill_stores"] <= 56, kernel.resources
+    assert kernel.shared_memory_bytes <= SHARED_MEMORY[90]
