@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = "xla_force_host_platform_device_count"
 
 
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the trainer of README.md is quick, in test_readmes.py
+@pytest.mark.parametrize("quick", [True, False])
 def test_the_example_trainer_learns(quick):
     """Also as a user compiles it, with none of the flags that make these tests quick; `.ci/run` compiles its main job so."""
     flags = re.sub(r"(device_count)=\d+", r"\1=4", os.environ["XLA_FLAGS"]) if quick else f"--{DEVICES}=4"

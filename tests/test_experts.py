@@ -31,7 +31,7 @@ LAYERS = {
     "sqrtsoftplus": ((), {"top_k": 2, "score": "sqrtsoftplus", "normalize": False}, True),
     "switch": (("fused",), {"top_k": 1, "normalize": False}, False),
 }
-RARE = ("clamped", "sqrtsoftplus", "mixtral")  # in the full run; random routes have all scores
+RARE = ("clamped", "sqrtsoftplus", "mixtral", "deepseek", "switch")  # in the full run; random routes have all scores
 
 
 def extras(options, bias):

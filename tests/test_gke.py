@@ -96,6 +96,7 @@ def test_it_is_a_jobset(kind, more):
         made(*kind, *more)
 
 
+@pytest.mark.slow  # a test of the schema that the others hold files against
 def test_the_schema_refuses_what_kubernetes_does_not_know():
     for place, wrong in (
         (lambda read: read["spec"], {"replicatedJob": []}),

@@ -70,6 +70,7 @@ def lowered(*overrides):
     return program.lower().as_text()
 
 
+@pytest.mark.slow
 def test_the_compiled_step_has_nothing_of_guards_that_need_nothing_of_it():
     plain = lowered()
     others = ["guards.nonfinite=rewind", "guards.spike=stop", "guards.replicas_every=3", "guards.hang_seconds=5"]

@@ -176,6 +176,7 @@ def with_flash_attention():
     return value_and_grad(SMALL, init(SMALL, jax.random.key(0)), batch_of(SMALL), FLASH)
 
 
+@pytest.mark.slow  # and the layers of test_model.py against a forward of their own
 def test_flash_attention_gives_what_dense_attention_gives(with_flash_attention):
     dense = value_and_grad(SMALL, init(SMALL, jax.random.key(0)), batch_of(SMALL))
     assert_close(with_flash_attention, dense, 1e-4, 5e-6)

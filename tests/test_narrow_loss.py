@@ -216,6 +216,7 @@ def on_hopper(function, *shapes):
     return collections.Counter(names_of_kernels(function, *like))
 
 
+@pytest.mark.slow
 def test_on_hopper_all_products_are_of_its_kernel_and_logits_of_two_passes():
     got = on_hopper(functools.partial(sums, precision="fp8_block"), (3, 128, 256), (256, 512), (3, 128))
     # The matrix and the tokens once, and the cotangents of logits.

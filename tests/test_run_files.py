@@ -233,6 +233,7 @@ def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsy
     assert summary["loss_first"] is None and summary["loss_last"] is None and summary["steps"] == 3
 
 
+@pytest.mark.slow  # two runs
 def test_the_loss_of_a_later_step_is_not_that_of_the_first(corpus, tmp_path):
     given = [*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=3"]
     assert main([*given, "run.stop_after=2"]) == DONE
@@ -312,6 +313,7 @@ def taken(folder):
             other.kill()
 
 
+@pytest.mark.slow  # runs; the lock itself is in test_run_lock.py
 def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path, monkeypatch, capsys):
     given = [*PLAIN, *corpus, f"run.dir={tmp_path}", "checkpoint.every=1"]
     assert main([*given, "run.stop_after=2"]) == DONE

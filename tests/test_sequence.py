@@ -124,12 +124,8 @@ AND_CHUNKS = [*OF_ALL_KEYS, pytest.param("group_cast", marks=pytest.mark.slow)]
 QUICK = {
     ("sinks_packed_window", "sp4", "zigzag", "ring"),
     ("sinks_packed_window", "sp4", "zigzag", "all_gather"),
-    ("sinks_packed_window", "sp2_tp2_fsdp2", "zigzag", "ring"),
-    ("packed", "sp4", "striped", "ring"),
     ("packed_chunk", "sp4", "contiguous", "ring"),
     ("two_sided_window", "sp4", "contiguous", "ring"),
-    ("prefix", "sp4", "contiguous", "ring"),
-    ("dropout", "sp4", "zigzag", "ring"),
 }
 
 

@@ -54,6 +54,7 @@ def batch_of(rows=8, length=12, seed=0):
 SGD = optax.sgd(1.0)  # its update is the gradient itself
 
 
+@pytest.mark.slow  # steps of layers and of mixtures accumulate too
 def test_accumulation_is_the_whole_batch():
     params, batch = parameters(), batch_of()
     results = []
@@ -67,6 +68,7 @@ def test_accumulation_is_the_whole_batch():
     assert results[0][1]["tokens"] == int(jnp.sum(batch["targets"] >= 0))
 
 
+@pytest.mark.slow  # held against NumPy in test_moe_model.py
 def test_the_loss_is_a_mean_over_tokens_not_over_rows():
     params, batch = parameters(), batch_of()
     row_terms = jax.jit(lambda p, b: LOSS(p, b)[1])
