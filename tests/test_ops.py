@@ -50,7 +50,8 @@ def covered(op, backend):
     taken = [c for c in chosen or cases if {*c.options, *c.arrays, *c.make} <= backend.names()]
     few = fewest(taken)
     if taken and (backend.toolchain in ("triton", "pallas") or op.name in BUILT_ON_ANOTHER):
-        few = {richest(taken)} | ({taken[0].name} if op.name in RECURRENCES else set())
+        also = op.name in RECURRENCES and backend.toolchain == "triton"
+        few = {richest(taken)} | ({taken[0].name} if also else set())
     return few | {case.name for case in cases if case not in taken}
 
 
