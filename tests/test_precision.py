@@ -292,7 +292,7 @@ def test_a_policy_that_keeps_products_keeps_those_in_8_bits():
     assert made["none"][0] < made["attention"][0] and made["none"][1] < made["attention"][1]
 
 
-@pytest.mark.parametrize("precision", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize("precision", ["fp8_block", pytest.param("fp8_row", marks=pytest.mark.slow)])
 def test_over_fsdp_a_matrix_in_blocks_is_quantised_once_a_step_and_others_are_not_kept_whole(precision):
     mesh = make_mesh(fsdp=2, devices=jax.devices()[:2])
     config = DecoderConfig(

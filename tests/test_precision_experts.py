@@ -100,6 +100,7 @@ def test_forward_and_gradients_of_rows_are_of_8_bit_operands_and_gradients_of_ma
         assert off(g, want) < 2e-3
 
 
+@pytest.mark.slow
 def test_rows_in_their_order_have_the_numbers_of_tokens_by_index():
     sorted_x = np.where((ROWS >= 0)[:, None], X[ROWS], 0)
     by_index = jax.jit(of_experts)(X, GATE_UP, DOWN, D_OUT)

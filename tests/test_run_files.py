@@ -397,6 +397,7 @@ def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_folder_of_checkpoints_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):
     where = tmp_path / "checkpoints"
 

@@ -166,7 +166,11 @@ def test_a_batch_of_one_row_stays_whole():
     np.testing.assert_allclose(got, WANTED(q, k, v), atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [{"chunk_size": 6}, {"sliding_window": 5, "sink_tokens": 2}], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param({"chunk_size": 6}, marks=pytest.mark.slow), {"sliding_window": 5, "sink_tokens": 2}],
+    ids=str,
+)
 def test_inside_the_callers_own_shard_map(rule):
     """What is counted from the start of a segment is counted over all ranks."""
     mesh, spec, order = make_mesh(sp=4), P(None, "sp"), Order("zigzag", 4)

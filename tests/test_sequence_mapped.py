@@ -93,6 +93,7 @@ def mapped(name, options, axes, out, **how):
 # The same operation as another call here with other arguments, with one of them fixed, or over the same engine: slow. So is
 # the convolution, whose halo is in tests/test_recurrence.py.
 OF_ANOTHER = {
+    "gated_delta_rule",
     "causal_conv1d",
     "delta_rule",
     "flash_mla",

@@ -113,6 +113,7 @@ def test_packed_documents_are_as_separate_rows():
     np.testing.assert_allclose(packed[IDS < 0], x[IDS < 0] + bias, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_layer_in_bfloat16_is_as_near_as_its_roundings():
     c = config(compute_dtype="bfloat16")
     declared, params = PART.declare(c), drawn(PART, c)

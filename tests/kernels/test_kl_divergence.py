@@ -315,7 +315,8 @@ def test_the_kernel_in_small_blocks_of_a_vocabulary_that_is_masked_out_in_part(r
     a = {"logits": jnp.asarray(student), "teacher_logits": jnp.asarray(teacher), "reverse": reverse, "temperature": 2.0}
     truth, wanted, d = value_and_gradients(logits_op.function, a, no_gradient=("teacher_logits",))
     with interpret():
-        for platform, size in (("triton", 16), ("triton", 64), ("triton", 256), ("pallas", 128), ("pallas", 256)):
+        more = (("triton", 64), ("triton", 256), ("pallas", 256)) if reverse else ()
+        for platform, size in (("triton", 16), ("pallas", 128), *more):
             cfg = KLDivergenceConfig(block_vocab=size, num_warps=1)
             got, gradients, _ = value_and_gradients(
                 lambda **a: logits_op(**a, platform=platform, cfg=cfg),  # noqa: B023

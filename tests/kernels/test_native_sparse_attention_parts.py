@@ -52,7 +52,7 @@ def finite(x):
     return np.where(np.isfinite(x), x, 0)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "triton", "pallas"])
+@pytest.mark.parametrize("backend", ["triton", *(pytest.param(b, marks=pytest.mark.slow) for b in ("xla", "pallas"))])
 # With documents, a position and named blocks at once; the others have fewer keys.
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "documents")) for n in CALLS])
 def test_the_selected_branch_is_its_contract(name, backend):
