@@ -354,8 +354,8 @@ def checkpoint_of(c, section, leaves):
         ("deepseek_no_rank", ("latent_query", "key_up", "value_up"), None, ["q_proj", "kv_b_proj"]),
         ("qwen3_moe", ("key",), None, ["k_proj"]),
         ("qwen3_next", (), None, ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]),
-        ("kimi", ("kda_in", "kda_down", "kda_gate", "latent_query"), None,
-         ["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "g_b_proj"]),
+        pytest.param("kimi", ("kda_in", "kda_down", "kda_gate", "latent_query"), None,
+         ["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "g_b_proj"], marks=pytest.mark.slow),
         (
             "nemotron_h",
             ("mamba2_in", "mamba2_gate", "mamba2_bc", "mamba2_dt", "ungated_up", "ungated_down", "value"),

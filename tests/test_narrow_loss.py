@@ -180,8 +180,14 @@ def test_many_blocks_of_tokens_have_the_numbers_of_one(precision, waiting, rows,
         close(jax.jit(functools.partial(losses, precision=precision))(x, w, targets), wanted)
 
 
-@pytest.mark.parametrize("function", [sums, losses])
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "sp": 2, "tp": 2}, {"dp": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    ("function", "axes"),
+    [
+        (sums, {"fsdp": 2, "sp": 2, "tp": 2}),
+        pytest.param(losses, {"fsdp": 2, "sp": 2, "tp": 2}, marks=pytest.mark.slow),
+        *(pytest.param(f, {"dp": 2, "fsdp": 2}, marks=pytest.mark.slow) for f in (sums, losses)),
+    ],
+)
 def test_on_a_mesh_each_device_quantises_what_it_multiplies(function, axes):
     """The vocabulary is split over tp, and the ranks of a batch and of a sequence add up their gradients. Blocks of 128 tokens
     and of 128 of a vocabulary are the same on one device."""

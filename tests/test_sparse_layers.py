@@ -68,7 +68,7 @@ def layer(c, batch):
     return lambda params, x: PART.apply(x, params, at)[0]
 
 
-@pytest.mark.parametrize("options", [OPTIONS, {}], ids=["options", "plain"])
+@pytest.mark.parametrize("options", [OPTIONS, pytest.param({}, marks=pytest.mark.slow)], ids=["options", "plain"])
 def test_a_layer_is_what_it_is_published_as(options):
     """Its result, and its derivative along a direction of everything at once, for documents packed into rows."""
     c, batch, rng = config(**options), batch_of(), np.random.default_rng(1)

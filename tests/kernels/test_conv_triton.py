@@ -102,6 +102,7 @@ def test_several_states_without_ids():
         assert error(a, b) < 2e-6
 
 
+@pytest.mark.slow
 def test_rows_of_documents():
     """The last is shorter than a window, and what was before it does not leave."""
     found = rows(jnp.asarray([[4, -1, 4, 4, -1, -1, 7]], jnp.int32), (1, 7), 1, 2, True)
