@@ -81,7 +81,7 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("where", ATTENTION)
+@pytest.mark.parametrize("where", [pytest.param(w, marks=[pytest.mark.slow] * (w != "ring")) for w in ATTENTION])
 def test_cudnn_takes_the_true_output(monkeypatch, where):
     """Where lse has no cotangent; where it has one, another is made that holds it."""
     x, made = QUERY.astype(jnp.bfloat16), []

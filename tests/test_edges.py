@@ -215,7 +215,9 @@ def test_inside_the_callers_own_shard_map(name):
         close(with_gradients(mapped, count)(*arrays), plain(name))
 
 
-@pytest.mark.parametrize("where", ["local", "batch", pytest.param("ring", marks=pytest.mark.slow), "mapped"])
+@pytest.mark.parametrize(
+    "where", ["local", "batch", *(pytest.param(where, marks=pytest.mark.slow) for where in ("ring", "mapped"))]
+)
 def test_where_nothing_is_compiled(where):
     """Under jax.disable_jit, by which programs are looked at step by step, an operation called itself without end."""
     mesh = make_mesh(sp=2) if where == "ring" else make_mesh(dp=2)

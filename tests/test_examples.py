@@ -103,6 +103,7 @@ def test_a_layer_of_ones_own_resumes_is_evaluated_and_is_swept(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_linear_attention_is_planned_and_sends_no_more_for_a_longer_sequence():
     def sent(kind, length):
         words = [

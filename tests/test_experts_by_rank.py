@@ -90,7 +90,12 @@ def in_8_bits(layer, d_out, ranks, precision):
 
 
 PRECISIONS = [("ep", "all_to_all", "fp8")]
-SLOW = [("ep", "all_gather", "fp8_tokens"), ("ep", "all_to_all", "fp8_both"), ("ep and sp", "two_level", "fp8_tokens"), ("ep", "ragged_all_to_all", "fp8")]
+SLOW = [
+    ("ep", "all_gather", "fp8_tokens"),
+    ("ep", "all_to_all", "fp8_both"),
+    ("ep and sp", "two_level", "fp8_tokens"),
+    ("ep", "ragged_all_to_all", "fp8"),
+]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_the_compiled_step_has_nothing_of_guards_that_need_nothing_of_it():
     assert lowered("guards.nonfinite=skip") != plain
 
 
+@pytest.mark.slow
 def test_limits_are_an_argument_of_the_step_and_not_in_the_batch():
     """And accumulation splits the batch alone."""
     recipe = compose([*TINY, "mesh.sp=1", "model.num_layers=1", "accumulation=2", "guards.spike=skip"])

@@ -83,7 +83,9 @@ def on_one_device(name):
     return both_ways(plain, arrays)(*arrays)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "moe")) for n in CALLS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("moe", "gla_attention"))) for n in CALLS]
+)
 @pytest.mark.parametrize("vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_numbers_and_gradients_are_those_of_one_device(name, vma):
     function, _, arrays, specs = CALLS[name]

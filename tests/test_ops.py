@@ -34,6 +34,7 @@ OF_EACH_ENGINE = (
 # Whose kernels several tiles are computed of, with gradients and as many options, in the quick tests of their files.
 IN_THEIR_FILES = {("delta_rule", "pallas_tpu"), ("grouped_matmul", "pallas_tpu")}
 RECURRENCES = ("causal_conv1d", "delta_rule", "linear_attention", "state_space_v2")
+OF_ONE_CASE = {*BUILT_ON_ANOTHER, *RECURRENCES}  # of whose cases the files of the operations have more
 
 
 def small(op):
@@ -49,7 +50,7 @@ def covered(op, backend):
     chosen = [case for case in cases if "kernels" in case.tags] if backend.toolchain == "pallas" else []
     taken = [c for c in chosen or cases if {*c.options, *c.arrays, *c.make} <= backend.names()]
     few = fewest(taken)
-    if taken and (backend.toolchain in ("triton", "pallas") or op.name in BUILT_ON_ANOTHER):
+    if taken and (backend.toolchain in ("triton", "pallas") or op.name in OF_ONE_CASE):
         also = op.name in RECURRENCES and backend.toolchain == "triton"
         few = {richest(taken)} | ({taken[0].name} if also else set())
     return few | {case.name for case in cases if case not in taken}

@@ -119,7 +119,7 @@ IDS = {
 }
 
 
-QUICK = ("documents", "packed")
+QUICK = ("packed",)
 
 
 def arguments(name):

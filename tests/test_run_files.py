@@ -42,6 +42,7 @@ def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, t
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_home_of_nobody_is_named(capsys):
     away = "~nobody_of_this_name/run"
     for words in (f'run.dir="{away}"', f'checkpoint.dir="{away}"', f'model.init_from="{away}"'):
@@ -432,6 +433,7 @@ def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus,
     assert "resuming from step 2" in said and "removing" not in said and len(losses(tmp_path / "run")) == 3
 
 
+@pytest.mark.slow
 def test_a_folder_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):
     folder, given = tmp_path / "run", [*PLAIN, *corpus, f"run.dir={tmp_path / 'run'}"]
 

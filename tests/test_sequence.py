@@ -421,6 +421,7 @@ def test_a_second_derivative_is_refused_by_name(scheme):
     np.testing.assert_allclose(twice, 12 * loss(QUERY), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_meshes_in_force_of_every_kind():
     def loss(q, k, v):
         return jnp.sum(jnp.sin(ring_attention(q, k, v, axis_name="sp", causal=True)))

@@ -310,6 +310,7 @@ def test_by_default_documents_say_the_hops_of_long_rows_in_contiguous_order():
     assert not few_hops(Order("zigzag", 4), LONG) and by_batch("batch", False) and not by_batch("mask", True)
 
 
+@pytest.mark.slow
 def test_rows_of_a_vmap_take_one_way():
     """Each row of the caller's needs other hops: they make those that any of them needs."""
     attend = functools.partial(

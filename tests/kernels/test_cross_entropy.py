@@ -437,7 +437,12 @@ def test_every_field_of_the_sums_has_its_gradient(where, z_loss):
 
 @pytest.mark.parametrize(
     "where",
-    [pytest.param("xla", marks=pytest.mark.slow), pytest.param("triton", marks=pytest.mark.slow), "pallas", pytest.param("tp", marks=pytest.mark.slow)],
+    [
+        pytest.param("xla", marks=pytest.mark.slow),
+        pytest.param("triton", marks=pytest.mark.slow),
+        "pallas",
+        pytest.param("tp", marks=pytest.mark.slow),
+    ],
 )
 def test_the_loss_of_a_token_includes_z_loss(where):
     """Value and gradient of `fused_token_losses(...).loss` are those of `reduction="none"`, which float64 has checked."""

@@ -137,7 +137,10 @@ def test_three_stages(queries):
 @pytest.mark.parametrize(
     "widths",
     [
-        *(pytest.param(w, marks=pytest.mark.slow) for w in [(96, 96), (128, 64), (136, 136), (160, 96), (192, 192), (256, 64)]),
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in [(96, 96), (128, 64), (136, 136), (160, 96), (192, 192), (256, 64)]
+        ),
     ],
 )
 def test_other_widths(widths):
