@@ -12,7 +12,7 @@ import numpy as np
 import published_loop
 import pytest
 from shared import once
-from small_run import TINY, losses
+from small_run import PLAIN, TINY, losses
 
 from ejdist.evaluation.weights import open_weights
 from ejdist.mesh import make_mesh
