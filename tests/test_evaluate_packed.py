@@ -43,7 +43,6 @@ def measured(folder, corpus, *words):
 @pytest.mark.parametrize(
     ("kind", "form", "words"),
     [
-        ("dense", "int4", ["mesh.sp=2", "tasks=loss"]),
         pytest.param("dense", "int4", ["mesh.sp=2", "tasks=loss,spelled"], marks=pytest.mark.slow),
         pytest.param("dense", "mxfp8", ["mesh.sp=2", "model.scan_layers=false", EVERY], marks=pytest.mark.slow),
         pytest.param("dense", "nf4", ["mesh.sp=2", "mesh.tp=2", EVERY], marks=pytest.mark.slow),
@@ -80,7 +79,6 @@ def test_losses_and_answers_are_those_of_the_numbers_that_are_packed(kind, form,
         assert a["log_probability"] == pytest.approx(b["log_probability"], rel=1e-4)
 
 
-@pytest.mark.slow  # a run
 def test_what_cannot_be_packed_is_one_sentence(corpus, tmp_path, capsys):
     """Of a run whose matrices are narrow."""
     save(tmp_path, corpus)

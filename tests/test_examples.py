@@ -286,6 +286,7 @@ def names():
     return set(re.findall(r'op_name="([^"]*)"', compiled.as_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

@@ -395,7 +395,7 @@ def test_a_wrong_configuration_names_the_field(change, words):
         dataclasses.replace(TINY, **change).validate()
 
 
-@pytest.mark.parametrize("kind", ["full", "latent"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("latent", marks=pytest.mark.slow)])
 def test_attention_depends_on_distances_alone_wherever_a_text_begins(kind):
     latent = LatentShape(kv_rank=10, query_rank=9, nope_dim=6, rope_dim=4, value_dim=5)
     config = dataclasses.replace(

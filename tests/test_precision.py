@@ -223,7 +223,8 @@ def test_over_fsdp_matrices_are_gathered_in_8_bits_with_the_numbers_of_the_whole
         assert off(g, w) < 1e-6
 
 
-@pytest.mark.parametrize("size", [128, pytest.param(384, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [128, 384])
 def test_a_matrix_that_is_split_inside_of_a_block_is_gathered_whole(size):
     mesh, layout = make_mesh(fsdp=2, devices=jax.devices()[:2]), current_layout()
     x, d = (jnp.asarray(RNG.standard_normal(s), jnp.float32) for s in ((2, 128, size), (2, 128, N, H)))

@@ -148,7 +148,7 @@ def test_a_mesh_changes_neither_loss_nor_gradient(kind, sizes, order):
 @pytest.mark.parametrize(
     ("kind", "recurrences"),
     [
-        ("kda", 2),
+        pytest.param("kda", 2, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("gated_delta", 2), ("mamba2", 2), ("lightning", 1), ("gla", 1), ("rwkv7", 2))

@@ -125,7 +125,6 @@ QUICK = {
     ("sinks_packed_window", "sp4", "zigzag", "ring"),
     ("sinks_packed_window", "sp4", "zigzag", "all_gather"),
     ("packed_chunk", "sp4", "contiguous", "ring"),
-    ("two_sided_window", "sp4", "contiguous", "ring"),
 }
 
 

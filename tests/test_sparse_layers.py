@@ -154,7 +154,7 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("sizes", "order"),
     [
-        ({"sp": 2, "tp": 2}, "striped"),
+        pytest.param({"sp": 2, "tp": 2}, "striped", marks=pytest.mark.slow),
         pytest.param({"sp": 2}, "contiguous", marks=pytest.mark.slow),
         pytest.param({"sp": 4}, "contiguous", marks=pytest.mark.slow),
         pytest.param({"sp": 4}, "zigzag", marks=pytest.mark.slow),

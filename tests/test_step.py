@@ -82,6 +82,7 @@ def test_the_loss_is_a_mean_over_tokens_not_over_rows():
     assert abs(of_rows - float(metrics["loss"])) > 1e-3
 
 
+@pytest.mark.slow  # so does every run
 def test_training_lowers_the_loss_and_counts_steps():
     optimizer, schedule = make_optimizer(SECTION, 30, DECAYED)
     step = jax.jit(make_train_step(LOSS, optimizer, accumulation=2), donate_argnums=0)

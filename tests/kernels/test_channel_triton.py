@@ -105,7 +105,8 @@ def test_documents_and_padding():
         assert error(a, b) <= 3e-6, what
 
 
-@pytest.mark.parametrize("name", [pytest.param("linear_attention", marks=pytest.mark.slow), "delta_rule"])
+@pytest.mark.slow  # packed sequences in the same blocks are quick in test_delta_triton.py
+@pytest.mark.parametrize("name", ["linear_attention", "delta_rule"])
 def test_packed_sequences_with_states(name):
     rng = np.random.default_rng(6)
     ids = np.sort(rng.choice([0, 1, 3, 4], (1, 90)), axis=1).astype(np.int32)  # sequence 2 is empty

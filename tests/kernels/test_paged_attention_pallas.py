@@ -247,6 +247,7 @@ def test_rows_are_written_in_the_caches_own_memory():
     assert memory.temp_size_in_bytes < cache / 8 and memory.alias_size_in_bytes == 2 * cache
 
 
+@pytest.mark.slow
 def test_the_cache_of_v2_is_not_rearranged():
     """Its heads of keys and values lie side by side; as wide slots, as the contract takes them, they would be copied."""
     shape = jax.ShapeDtypeStruct
