@@ -274,12 +274,12 @@ def test_integers_that_differ_between_devices_inside_a_shard_map_over_some_axes(
         ("gated_mlp", [P("x"), P("x", "y"), P(None, "y"), P("y", "x")]),
         ("gated_mlp", [P("one"), P(None, "one"), P(None, "one"), P("one")]),
         ("mean", [P("x"), P(None, "y"), P()]),
-        ("mean", [P("x", "y"), P(), P("x")]),
-        ("mean", [P("one"), P(), P("one")]),
+        pytest.param("mean", [P("x", "y"), P(), P("x")], marks=pytest.mark.slow),
+        pytest.param("mean", [P("one"), P(), P("one")], marks=pytest.mark.slow),
         ("each", [P("one"), P(None, "one"), P("one")]),
         ("flash", [P("x", None, "y")] * 3),
         ("ring", [P("x", "y")] * 3),
-        ("ring of one", [P("x", "one")] * 3),
+        pytest.param("ring of one", [P("x", "one")] * 3, marks=pytest.mark.slow),
     ],
 )
 def test_on_explicit_axes_results_go_with_the_inputs(name, specs):

@@ -270,6 +270,7 @@ def test_narrow_dtypes_route_in_float32():
     assert np.linalg.norm(out - wanted) < 0.01 * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_jitter_and_forced_balance():
     arrays = inputs()
     # The logits of tokens of one 1 are the numbers that it is multiplied by, and 0.

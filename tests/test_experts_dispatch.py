@@ -201,6 +201,7 @@ def test_balanced_tokens_need_one_pass_of_a_buffer_without_slack(scheme):
     assert stats.extra_passes == 0 and stats.high_water == 1
 
 
+@pytest.mark.slow
 def test_ranks_of_other_tokens_make_as_many_passes():
     """Experts that communicate over another axis would wait for ever, were the passes not agreed on over the whole mesh."""
     where = PLACES["on sp"]

@@ -479,7 +479,15 @@ def test_dims_are_of_the_vocabulary(monkeypatch):
         Param((4, 4), "D")
 
 
-@pytest.mark.parametrize("name", [name for name in variants_of("model") if name != "hf"])  # which is of no folder
+SAME = ("8b", "70b", "qwen3_8b", "qwen3_235b_a22b", "sparse_8b")  # but for its sizes as one that is quick
+
+
+@pytest.mark.parametrize(
+    "name",
+    [  # that of Hugging Face is of no folder
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SAME)) for name in variants_of("model") if name != "hf"
+    ],
+)
 def test_every_part_of_every_model_has_dims_of_the_vocabulary(name):
     model = compose([f"model={name}"]).model.build()
     declared = jax.tree.leaves([model.declared, model.buffers], is_leaf=lambda x: isinstance(x, Param))

@@ -108,7 +108,7 @@ def test_all_three_products_are_of_operands_that_were_quantised_along_their_own_
     close(got, by_numpy(*batch, precision))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [pytest.param(p, marks=[pytest.mark.slow] * (p == "mxfp8")) for p in PRECISIONS])
 def test_gradients_are_those_of_the_exact_product_within_rounding_to_8_bits(precision):
     batch = arrays()
     got = jax.jit(functools.partial(sums, precision=precision))(*batch)
@@ -197,7 +197,7 @@ def test_on_a_mesh_each_device_quantises_what_it_multiplies(function, axes):
     close(got, by_numpy(*batch, "fp8_block"))
 
 
-@pytest.mark.parametrize(("axis", "count"), [("dp", 3), ("tp", 4)])
+@pytest.mark.parametrize(("axis", "count"), [pytest.param("dp", 3, marks=pytest.mark.slow), ("tp", 4)])
 def test_a_sum_computes_its_logits_once_unless_the_vocabulary_is_split(axis, count):
     mesh = make_mesh(**{axis: 2}, devices=jax.devices()[:2])
     run = jax.jit(functools.partial(sums, precision="fp8_block", mesh=mesh))
