@@ -29,7 +29,9 @@ def test_spins(which):
 """
 
 
-@pytest.mark.parametrize(("workers", "marks", "code"), [("2", "not slow", 1), ("0", "", 0)])
+@pytest.mark.parametrize(
+    ("workers", "marks", "code"), [pytest.param("2", "not slow", 1, marks=pytest.mark.slow), ("0", "", 0)]
+)
 def test_a_session_past_the_budget_of_an_operation_fails(workers, marks, code, tmp_path):
     """The two tests run in two workers, and neither is past the budget by itself; the full grids have no budget."""
     (tmp_path / "kernels").mkdir()

@@ -144,7 +144,7 @@ def test_eight_bits_are_what_travels():
 @pytest.mark.parametrize(
     "options",
     [
-        {"score": "softmax"},
+        pytest.param({"score": "softmax"}, marks=pytest.mark.slow),
         pytest.param({"score": "sigmoid", "bias": True}, marks=pytest.mark.slow),
         pytest.param({"score": "sigmoid", "num_groups": 4, "topk_groups": 2}, marks=pytest.mark.slow),
         {"score": "sigmoid", "num_groups": 16, "topk_groups": 6, "group_top": 1, "bias": True},

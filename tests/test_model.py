@@ -97,7 +97,9 @@ def assert_close(a, b, rtol=1e-5, atol=1e-6):
         np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n in ("qwen2", "qwen3"))) for n, c in VARIANTS.items()]
+)
 def test_against_an_independent_forward_and_every_parameter_has_a_gradient(config):
     """The oracle is NumPy float64, layer after layer and query after query: no scan, no operations of ours, no JAX."""
     params, batch = init(config, jax.random.key(0)), batch_of(config)

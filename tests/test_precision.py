@@ -177,9 +177,10 @@ def test_an_mlp_as_one_has_the_numbers_of_its_products_one_by_one(precision, spl
             *("fp8_block", ["quantize_both_ways", "activate_both_ways", "activation_cotangents"]),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "fp8_row",
             ["largest_both_ways", "quantize_rows_both_ways", "activate_with_largest", "cotangents_with_largest"],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -76,7 +76,7 @@ def everything(attend, arrays, *rest):
     ("name", "ranks", "kind", "widths", "options"),
     [
         pytest.param("zigzag", 2, "packed", (64, 64), {}, marks=pytest.mark.slow),
-        ("zigzag", 2, "none", (128, 64), {"logits_soft_cap": 3.0}),
+        pytest.param("zigzag", 2, "none", (128, 64), {"logits_soft_cap": 3.0}, marks=pytest.mark.slow),
         pytest.param("striped", 4, "packed", (64, 64), {}, marks=pytest.mark.slow),
         ("balanced", 2, "packed", (64, 64), {}),
         pytest.param(

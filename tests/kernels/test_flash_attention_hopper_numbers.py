@@ -100,7 +100,7 @@ def test_programs_share_blocks_of_keys_of_documents_where_they_are_asked_to(kind
 @pytest.mark.parametrize(
     ("length", "heads", "widths", "dtype", "options", "rank"),
     [
-        (256, (2, 1), (64, 64), "bfloat16", {}, 0),
+        pytest.param(256, (2, 1), (64, 64), "bfloat16", {}, 0, marks=pytest.mark.slow),
         pytest.param(512, (2, 2), (128, 128), "float16", {"logits_soft_cap": 3.0}, 1, marks=pytest.mark.slow),
         pytest.param(256, (2, 1), (128, 64), "bfloat16", {"softmax_scale": 0.3}, 1, marks=pytest.mark.slow),
     ],

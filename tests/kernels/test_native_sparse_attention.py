@@ -60,7 +60,7 @@ CALLS = {
         {"block_size": 4, "block_counts": 2, "sliding_window": 30},
     ),
 }
-QUICK = ("chosen", "packed")
+QUICK = ("chosen",)
 
 
 def output_and_gradients(function, arrays, options):
