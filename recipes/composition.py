@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Sequence
+import pickle
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,17 @@ def composed(schema: type, groups: Collection[str], overrides: Sequence[str], co
 
 
 @functools.lru_cache(maxsize=64)
-def _of_variants(schema: type, words: tuple[str, ...]) -> Any:
-    """Returns what Hydra composes of the schema that is stored and the project's variants, before keys have values. It reads
-    a dozen files and copies what it has after each: most of the time of a composition."""
+def _of_variants(schema: type, words: tuple[str, ...]) -> Callable[[], Any]:
+    """Returns what makes a copy of what Hydra composes of the schema that is stored and the project's variants, before keys
+    have values. It reads a dozen files and copies what it has after each: most of the time of a composition."""
     import hydra
 
     with hydra.initialize_config_module("recipes", version_base="1.3"):
-        return hydra.compose("train", overrides=list(words))
+        config = hydra.compose("train", overrides=list(words))
+    try:  # a pickle is read in a tenth of the time of a deep copy
+        return functools.partial(pickle.loads, pickle.dumps(config))
+    except (pickle.PicklingError, AttributeError):  # sections of plugins may be of types that no module has
+        return functools.partial(copy.deepcopy, config)
 
 
 def _with_values(schema: type, groups: Collection[str], overrides: Sequence[str]) -> Any:
@@ -60,7 +65,7 @@ def _with_values(schema: type, groups: Collection[str], overrides: Sequence[str]
     if any(override.startswith(("+", "~")) for override in overrides):
         return None
     try:
-        config = copy.deepcopy(_of_variants(schema, tuple(word for word in overrides if key_of(word) in groups)))
+        config = _of_variants(schema, tuple(word for word in overrides if key_of(word) in groups))()
         for override in overrides:
             if key_of(override) not in groups:
                 OmegaConf.update(config, key_of(override), value_of(override), merge=True)

@@ -273,13 +273,14 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
     try:
         config = composed(recipe_type(), GROUPS, overrides, a.config_dir)
         OmegaConf.set_struct(config, True)
-        _check_integers(OmegaConf.to_container(config))
-        if found := secret_in(OmegaConf.to_container(config)):
+        values = OmegaConf.to_container(config)
+        _check_integers(values)
+        if found := secret_in(values):
             raise RecipeError(
                 f"{found[0]} takes {found[1]} from the environment, which is named as secrets are: a recipe is printed, "
                 "compared between hosts and kept in recipe.json. Let the program that needs it read the variable itself"
             )
-        _check_order(a, config)
+        _check_order(a, values)
         published = fill(config)
         recipe: Any = OmegaConf.to_object(config)
         if published is not None:
@@ -309,10 +310,8 @@ def _check_integers(node: Any, key: str = "") -> None:
 def _check_order(a: Arguments, composed: Any) -> None:
     """Raises RecipeError where a recipe has another value than a variant that the command line names: the recipe would win,
     and nothing would say that the variant was not taken."""
-    from omegaconf import OmegaConf
-
     overrides = {key_of(override): override.partition("=")[2] for override in a.overrides}
-    values = dict(leaves(OmegaConf.to_container(composed)))
+    values = dict(leaves(composed))
     for group in (g for g in GROUPS if g in overrides and g != "recipe"):
         folder = None if overrides[group] in variants_of(group) else a.config_dir
         for key, wanted in meant(recipe_type(), group, overrides[group], folder):

@@ -80,6 +80,16 @@ def covering(cases):
     return frozenset(names)
 
 
+def fewest(cases):
+    """Returns the names of `covering`, without those whose `facts` are all in the others'."""
+    each = {name: facts(next(c for c in cases if c.name == name), cases[0]) for name in covering(cases)}
+    for name in sorted(each, key=lambda name: (len(each[name]), name)):
+        others = [found for other, found in each.items() if other != name]
+        if others and each[name] <= frozenset().union(*others):
+            del each[name]
+    return frozenset(each)
+
+
 def richest(cases):
     """Returns the name of the case that has most facts."""
     return max(cases, key=lambda case: len(facts(case, cases[0]))).name

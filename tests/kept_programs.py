@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
-# Keys that no program reads: where a run lies, when it stops, what it saves, where its tokens come from.
-UNREAD = ("run.dir", "run.stop_after", "run.extend", "run.allow_change", "checkpoint.", "data.source", "data.cache_dir")
+# Keys that no program of a step reads: where a run lies, when it stops, what it saves, where its tokens come from, what is
+# evaluated or traced beside it.
+UNREAD = (
+    *("run.dir", "run.stop_after", "run.extend", "run.allow_change", "run.profile"),
+    *("checkpoint.", "data.source", "data.cache_dir", "evaluation."),
+)
 _OWN = pytest.StashKey[bool]()
 
 

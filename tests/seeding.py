@@ -167,8 +167,17 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, list[ast.stmt]
 
 def _identifiers(*nodes: ast.AST) -> set[str]:
     """Returns the names of variables in code: what is read or assigned, parameters, and what is defined and imported."""
-    parts = [n for node in nodes for n in ast.walk(node)]
-    return {n.id for n in parts if isinstance(n, ast.Name)}.union(*map(_binds, parts))
+    names = set()
+    for node in nodes:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name):
+                names.add(part.id)
+            elif isinstance(part, BINDS):
+                names |= _binds(part)
+    return names
+
+
+BINDS = (ast.alias, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.arg)  # and names
 
 
 def _binds(node: ast.AST) -> set[str]:
@@ -194,9 +203,9 @@ def _known(text: str) -> frozenset[str]:
 
 
 @functools.cache
-def _names_of(text: str) -> list[str]:
+def _names_of(text: str) -> dict[str, None]:
     """Returns the qualified names that a file defines, each once."""
-    return list(dict.fromkeys(name for name, *_ in definitions(ast.parse(text))))
+    return dict.fromkeys(name for name, *_ in definitions(_tree(text)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -230,13 +239,18 @@ class Project:
                 found.setdefault(name, []).append(file)
         return found
 
+    @functools.cached_property
+    def modules(self) -> dict[str, list[str]]:
+        """Source -> the parts of the path that hints are compared with."""
+        return {file: _module(file).split("/") for file in self.sources}
+
     def files(self, hint: str) -> list[str]:
         """Returns the files whose path ends in the hint; where none does, in what is left of it without its first folders."""
         parts = hint.split("/")
         if parts[0] == "tests":
             return [file for file in self.texts if _module(file) == hint]
         while parts:
-            found = [file for file in self.sources if _module(file).split("/")[-len(parts) :] == parts]
+            found = [file for file, folders in self.modules.items() if folders[-len(parts) :] == parts]
             if found:
                 return found
             parts = parts[1:]
@@ -245,12 +259,12 @@ class Project:
     def candidates(self, anchor: str) -> tuple[str, list[str]]:
         """Returns (the name in an anchor, the files that it may be in)."""
         hint, colon, name = anchor.rpartition(":")
-        files = self.files(hint) if colon else self.sources
-        if not files:
+        files = self.files(hint) if colon else self.defined.get(name, [])
+        if colon and not files:
             raise Stale(f"no file's path ends in {hint}")
-        if name:
+        if name and colon:
             files = [file for file in files if name in _names_of(self.texts[file])]
-        elif not colon:
+        elif not (name or colon):
             raise Stale("it has no anchor")
         if not files:
             near = difflib.get_close_matches(name, self.defined, 3, 0.75)
@@ -279,14 +293,13 @@ class Project:
 
     def _check_names(self, pattern: list[ast.stmt], replacement: list[ast.stmt], file: str) -> None:
         """Refuses a replacement with names that are not there: it would turn tests red as a NameError, whatever it is for."""
-        known = _known(self.texts[file])
         bound, new = _identifiers(*pattern), _identifiers(*replacement)
         bound_here = set().union(*(_binds(n) for part in replacement for n in ast.walk(part)))
         for name in sorted(new - bound):
             if name.startswith((ANY, MANY)):
                 shown = name.replace(MANY, "$$").replace(ANY, "$")
                 raise Stale(f"{shown} is in the replacement and not in the pattern")
-            if name not in known | bound_here:
+            if name not in bound_here and name not in _known(self.texts[file]):
                 raise Stale(f"{name} in the replacement is no name in {file}")
 
     def mutated(self, anchor: str, pattern: str, replacement: str) -> tuple[str, str]:

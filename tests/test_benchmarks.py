@@ -142,6 +142,7 @@ def test_rms_norm(tmp_path, monkeypatch, capsys):
     assert set(row["error"]) == {"out", "rstd", "d_x", "d_weight"}
 
 
+@pytest.mark.slow
 def test_flash_attention(tmp_path):
     assert (
         main(["flash_attention", "case=causal_32k_gqa", "against=jax_nn", f"out={tmp_path}", *FEW, "gflop=0.01"]) == 0

@@ -145,7 +145,8 @@ def test_ranges_of_a_large_object_are_shards_and_a_dataset_is_read_from_a_bucket
 
 
 # The first has tensors of several parts beside those of the second.
-@pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=pytest.mark.slow), "llama"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "llama"])
 def test_a_published_folder_is_what_it_is_on_a_disk(family, bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "_CHUNK", 64)
     monkeypatch.setattr(remote, "_RUN", 100)

@@ -119,6 +119,7 @@ def test_a_port_that_is_taken_is_named_before_jax_takes_it(monkeypatch):
     assert opened(address, *ALONE, f"cluster.service_port={free}") == free
 
 
+@pytest.mark.slow
 def test_a_port_that_a_run_has_is_told_with_the_run():
     server = listening("", 0)
     address = f"localhost:{server.getsockname()[1]}"
@@ -153,6 +154,7 @@ def test_a_process_that_reaches_nobody_says_why():
         cluster._knock(section, place, whoami(2, 3, "launch.train", "/runs/a"))
 
 
+@pytest.mark.slow
 def test_behind_a_proxy_both_ports_are_known(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", f"127.0.0.1:{free_port()}")
     with pytest.raises(ValueError, match=r"must forward that of JAX's service too; give cluster.service_port=PORT"):

@@ -19,6 +19,15 @@ MOST_CASES = 4
 # engines of which another operation, or a smaller case, is quick.
 SLOW = {
     "pallas": {
+        # Of engines of which another operation is quick.
+        ("grouped_matmul_quantized", "qwen3_int8"),
+        ("grouped_matmul_gathered", "gathered"),
+        ("page_attention_with_lse", "decode"),
+        ("page_attention_with_lse", "together"),
+        ("state_space_v2", "packed"),
+        ("multi_latent_ragged_page_attention", "deepseek_v3_decode"),
+        # Sums of rows are those of the operations that add, which are quick, and in test_rms_norm.py.
+        *((norm, case) for norm in ("rms_norm", "layer_norm") for case in ("odd", "model_4k", "model_8k")),
         ("flash_attention", "together"),
         ("causal_conv1d", "packed"),
         ("linear_attention", "decode"),
@@ -51,6 +60,14 @@ SLOW = {
         ("native_sparse_attention", "paper_64k"),
     },
     "triton": {
+        ("scaled_grouped_matmul", "qwen3_down"),
+        ("grouped_matmul_quantized", "qwen3_int8"),
+        ("grouped_matmul_gathered", "gathered"),
+        *(("quantized_grouped_matmul", case) for case in ("int4", "three_bits", "qwen3_decode_gate_up")),
+        ("multi_latent_ragged_page_attention", "ragged"),
+        ("rotary_embedding", "partial"),
+        ("rotary_embedding", "llama_8b"),
+        *((norm, case) for norm in ("rms_norm", "layer_norm") for case in ("odd", "model_4k", "model_8k")),
         # Every option at once takes 15 seconds; what Hopper's kernels make of fewer is in test_flash_attention_hopper.py.
         ("flash_attention", "together"),
         ("rwkv7", "small"),

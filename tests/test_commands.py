@@ -457,7 +457,7 @@ def test_who_reads_no_further_stops_the_processes_of_a_run(monkeypatch):
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        ("lambda: 4", 4),
+        pytest.param("lambda: 4", 4, marks=pytest.mark.slow),
         pytest.param(
             "lambda: t.run_command(['x'], lambda words: signal.raise_signal(2), str, stopped=('', 75))",
             75,

@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from grid import BUILT_ON_ANOTHER
 from toy import SEEN, make_op
 
 import kernels
@@ -196,7 +197,9 @@ def put(cfg, path, value):
 TRITON = [op for op in kernels.operations().values() if op.backends.get("triton_gpu") and op.config]
 
 
-@pytest.mark.parametrize("op", TRITON, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, id=op.name, marks=[pytest.mark.slow] * (op.name in BUILT_ON_ANOTHER)) for op in TRITON]
+)
 def test_sides_of_tiles_and_warps_are_powers_of_2(op):
     """Triton itself says so in the middle of a kernel, or by an assertion, and where it is interpreted not at all."""
     backend = op.backends["triton_gpu"]

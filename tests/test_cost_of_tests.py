@@ -29,7 +29,9 @@ def test_spins(which):
 """
 
 
-@pytest.mark.parametrize(("workers", "marks", "code"), [("2", "not slow", 1), ("0", "", 0)])
+@pytest.mark.parametrize(
+    ("workers", "marks", "code"), [pytest.param("2", "not slow", 1, marks=pytest.mark.slow), ("0", "", 0)]
+)
 def test_a_session_past_the_budget_of_an_operation_fails(workers, marks, code, tmp_path):
     """The two tests run in two workers, and neither is past the budget by itself; the full grids have no budget."""
     (tmp_path / "kernels").mkdir()
@@ -61,7 +63,10 @@ def test_takes_little():
 
 
 @pytest.mark.skipif(not memory.resident(), reason="the memory of a process is read from Linux's /proc")
-@pytest.mark.parametrize(("workers", "limit", "code"), [("2", 200, 1), ("0", 200, 1), ("0", 2000, 0)])
+@pytest.mark.parametrize(
+    ("workers", "limit", "code"),
+    [("2", 200, 1), *(pytest.param("0", limit, code, marks=pytest.mark.slow) for limit, code in ((200, 1), (2000, 0)))],
+)
 def test_a_session_with_a_worker_past_the_limit_of_memory_fails(workers, limit, code, tmp_path):
     (tmp_path / "test_grows.py").write_text(GROWS)
     (tmp_path / "conftest.py").write_text(f"import memory\nmemory.LIMIT = {limit} * memory.MIB\n")

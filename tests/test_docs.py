@@ -136,7 +136,14 @@ class Numbers(doctest.OutputChecker):
         return texts[0] == texts[1] and wanted.shape == found.shape and np.allclose(wanted, found, atol=1e-5)
 
 
-@pytest.mark.parametrize("function", PUBLIC.values(), ids=PUBLIC)
+# Functions whose kernels have an example that is quick: another name of an operation, or one that is built on it.
+SAME = {"ragged_gated_delta_rule", "ragged_page_attention_v3", "performer_attention", "mixture_of_attention_heads"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in SAME)) for name, f in PUBLIC.items()],
+)
 def test_the_example_of_a_public_function_runs(function):
     name = function.__name__
     example = doctest.DocTestParser().get_doctest(function.__doc__, {name: function}, name, None, None)

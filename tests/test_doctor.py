@@ -94,6 +94,7 @@ def test_a_folder_of_ones_own_is_not_the_one_of_the_run(tmp_path):
     assert [p.name for p in (tmp_path / "a" / "run").iterdir()] == ["kept"] and not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 def test_checkpoints_may_go_elsewhere(examine, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     recipe = compose([*TINY, f"run.dir={tmp_path / 'run'}", f"checkpoint.dir={tmp_path / 'file' / 'kept'}"])

@@ -215,7 +215,9 @@ def test_inside_the_callers_own_shard_map(name):
         close(with_gradients(mapped, count)(*arrays), plain(name))
 
 
-@pytest.mark.parametrize("where", ["local", "batch", pytest.param("ring", marks=pytest.mark.slow), "mapped"])
+@pytest.mark.parametrize(
+    "where", ["local", "batch", *(pytest.param(where, marks=pytest.mark.slow) for where in ("ring", "mapped"))]
+)
 def test_where_nothing_is_compiled(where):
     """Under jax.disable_jit, by which programs are looked at step by step, an operation called itself without end."""
     mesh = make_mesh(sp=2) if where == "ring" else make_mesh(dp=2)
@@ -272,12 +274,12 @@ def test_integers_that_differ_between_devices_inside_a_shard_map_over_some_axes(
         ("gated_mlp", [P("x"), P("x", "y"), P(None, "y"), P("y", "x")]),
         ("gated_mlp", [P("one"), P(None, "one"), P(None, "one"), P("one")]),
         ("mean", [P("x"), P(None, "y"), P()]),
-        ("mean", [P("x", "y"), P(), P("x")]),
-        ("mean", [P("one"), P(), P("one")]),
+        pytest.param("mean", [P("x", "y"), P(), P("x")], marks=pytest.mark.slow),
+        pytest.param("mean", [P("one"), P(), P("one")], marks=pytest.mark.slow),
         ("each", [P("one"), P(None, "one"), P("one")]),
         ("flash", [P("x", None, "y")] * 3),
         ("ring", [P("x", "y")] * 3),
-        ("ring of one", [P("x", "one")] * 3),
+        pytest.param("ring of one", [P("x", "one")] * 3, marks=pytest.mark.slow),
     ],
 )
 def test_on_explicit_axes_results_go_with_the_inputs(name, specs):

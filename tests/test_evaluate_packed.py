@@ -43,7 +43,7 @@ def measured(folder, corpus, *words):
 @pytest.mark.parametrize(
     ("kind", "form", "words"),
     [
-        ("dense", "int4", ["mesh.sp=2", "tasks=loss,spelled"]),
+        pytest.param("dense", "int4", ["mesh.sp=2", "tasks=loss,spelled"], marks=pytest.mark.slow),
         pytest.param("dense", "mxfp8", ["mesh.sp=2", "model.scan_layers=false", EVERY], marks=pytest.mark.slow),
         pytest.param("dense", "nf4", ["mesh.sp=2", "mesh.tp=2", EVERY], marks=pytest.mark.slow),
         pytest.param("mixture", "mxfp4", ["mesh.sp=1", "mesh.ep=2", EVERY], marks=pytest.mark.slow),

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = "xla_force_host_platform_device_count"
 
 
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the trainer of README.md is quick, in test_readmes.py
+@pytest.mark.parametrize("quick", [True, False])
 def test_the_example_trainer_learns(quick):
     """Also as a user compiles it, with none of the flags that make these tests quick; `.ci/run` compiles its main job so."""
     flags = re.sub(r"(device_count)=\d+", r"\1=4", os.environ["XLA_FLAGS"]) if quick else f"--{DEVICES}=4"
@@ -102,6 +103,7 @@ def test_a_layer_of_ones_own_resumes_is_evaluated_and_is_swept(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_linear_attention_is_planned_and_sends_no_more_for_a_longer_sequence():
     def sent(kind, length):
         words = [
@@ -284,6 +286,7 @@ def names():
     return set(re.findall(r'op_name="([^"]*)"', compiled.as_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

@@ -31,7 +31,7 @@ LAYERS = {
     "sqrtsoftplus": ((), {"top_k": 2, "score": "sqrtsoftplus", "normalize": False}, True),
     "switch": (("fused",), {"top_k": 1, "normalize": False}, False),
 }
-RARE = ("clamped", "sqrtsoftplus", "mixtral")  # in the full run; random routes have all scores
+RARE = ("clamped", "sqrtsoftplus", "mixtral", "deepseek", "switch")  # in the full run; random routes have all scores
 
 
 def extras(options, bias):
@@ -178,6 +178,7 @@ def test_many_random_routes(call):
     check_route(call)
 
 
+@pytest.mark.slow
 def test_documents_packed_in_rows_are_those_in_rows_of_their_own():
     """And whatever lies in padding, a NaN too, changes nothing, neither a value nor a gradient."""
     arrays, ids = chosen(inputs(), *SHARED), np.array([[0] * 4 + [1] * 3, [-1] * 7])
@@ -269,6 +270,7 @@ def test_narrow_dtypes_route_in_float32():
     assert np.linalg.norm(out - wanted) < 0.01 * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_jitter_and_forced_balance():
     arrays = inputs()
     # The logits of tokens of one 1 are the numbers that it is multiplied by, and 0.

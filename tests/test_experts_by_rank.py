@@ -43,7 +43,7 @@ def test_a_token_of_few_ranks_meets_those_alone():
     assert limit_of_ranks(8, 3, 8, 4) == 3 and limit_of_ranks(8, 9) is None
 
 
-@pytest.mark.parametrize(("k", "max_ranks"), [(4, None), (4, 2)])
+@pytest.mark.parametrize(("k", "max_ranks"), [pytest.param(4, None, marks=pytest.mark.slow), (4, 2)])
 def test_the_bytes_of_a_compiled_exchange_are_those_of_the_ranks_that_a_token_meets(k, max_ranks):
     M, E, D, n = 64, 16, 256, 4
     function = on_mesh(EP4, E, apply=rows_only, scheme="all_to_all", max_ranks=max_ranks)
@@ -89,8 +89,13 @@ def in_8_bits(layer, d_out, ranks, precision):
     return out, total
 
 
-PRECISIONS = [("ep", "all_to_all", "fp8"), ("ep", "all_gather", "fp8_tokens")]
-SLOW = [("ep", "all_to_all", "fp8_both"), ("ep and sp", "two_level", "fp8_tokens"), ("ep", "ragged_all_to_all", "fp8")]
+PRECISIONS = [("ep", "all_to_all", "fp8")]
+SLOW = [
+    ("ep", "all_gather", "fp8_tokens"),
+    ("ep", "all_to_all", "fp8_both"),
+    ("ep and sp", "two_level", "fp8_tokens"),
+    ("ep", "ragged_all_to_all", "fp8"),
+]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +144,9 @@ def test_eight_bits_are_what_travels():
 @pytest.mark.parametrize(
     "options",
     [
-        {"score": "softmax"},
-        {"score": "sigmoid", "bias": True},
-        {"score": "sigmoid", "num_groups": 4, "topk_groups": 2},
+        pytest.param({"score": "softmax"}, marks=pytest.mark.slow),
+        pytest.param({"score": "sigmoid", "bias": True}, marks=pytest.mark.slow),
+        pytest.param({"score": "sigmoid", "num_groups": 4, "topk_groups": 2}, marks=pytest.mark.slow),
         {"score": "sigmoid", "num_groups": 16, "topk_groups": 6, "group_top": 1, "bias": True},
     ],
 )

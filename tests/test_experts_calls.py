@@ -314,6 +314,7 @@ def test_the_example_of_a_function_runs(name):
     assert example.examples and doctest.DocTestRunner().run(example).failed == 0
 
 
+@pytest.mark.slow
 def test_told_still_works_under_its_old_name_and_warns():
     x, router = jnp.ones((1, 4, 4)), jnp.zeros((4, 2))
     gate, down = jnp.ones((2, 4, 5)), jnp.ones((2, 5, 4))

@@ -61,7 +61,7 @@ def test_places_of_a_chunk_past_the_last_pair_are_of_none():
     assert first.sizes.tolist() == [2, 1, 0] and second.sizes.tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize(("dtype", "experts"), [("int8", 130), ("uint8", 256)])
+@pytest.mark.parametrize(("dtype", "experts"), [("int8", 130), pytest.param("uint8", 256, marks=pytest.mark.slow)])
 def test_experts_of_a_dtype_that_has_no_number_for_none(dtype, experts):
     x, params, chosen = jnp.ones((2, 3)), jnp.arange(experts, dtype=jnp.float32), jnp.array([[1, 7], [100, -1]])
 
@@ -201,6 +201,7 @@ def test_balanced_tokens_need_one_pass_of_a_buffer_without_slack(scheme):
     assert stats.extra_passes == 0 and stats.high_water == 1
 
 
+@pytest.mark.slow
 def test_ranks_of_other_tokens_make_as_many_passes():
     """Experts that communicate over another axis would wait for ever, were the passes not agreed on over the whole mesh."""
     where = PLACES["on sp"]

@@ -175,6 +175,7 @@ def test_a_batch_of_one_counts_once_what_has_no_room():
         assert stats.dropped == found[1] > 0
 
 
+@pytest.mark.slow
 def test_tokens_that_all_ranks_have():
     """As the specs of a call say."""
     stats = check({"ep": 4, "tp": 2}, K, in_specs=(P(), P("ep", None, "tp")))

@@ -70,6 +70,7 @@ def lowered(*overrides):
     return program.lower().as_text()
 
 
+@pytest.mark.slow
 def test_the_compiled_step_has_nothing_of_guards_that_need_nothing_of_it():
     plain = lowered()
     others = ["guards.nonfinite=rewind", "guards.spike=stop", "guards.replicas_every=3", "guards.hang_seconds=5"]
@@ -77,6 +78,7 @@ def test_the_compiled_step_has_nothing_of_guards_that_need_nothing_of_it():
     assert lowered("guards.nonfinite=skip") != plain
 
 
+@pytest.mark.slow
 def test_limits_are_an_argument_of_the_step_and_not_in_the_batch():
     """And accumulation splits the batch alone."""
     recipe = compose([*TINY, "mesh.sp=1", "model.num_layers=1", "accumulation=2", "guards.spike=skip"])
@@ -586,7 +588,7 @@ def test_who_holds_up_the_others(first, later, words):
     ("doing", "made", "ago", "ends"),
     [
         (step_timer.WAITS, 5, 3.0, True),
-        (step_timer.WAITS, 5, -9.0, False),  # steps end
+        pytest.param(step_timer.WAITS, 5, -9.0, False, marks=pytest.mark.slow),  # steps end
         (step_timer.WAITS, 0, 3.0, False),  # the first step connects, and may take longer
         (step_timer.SAVES, 5, 3.0, False),  # a save has a limit of its own
         (step_timer.SAVES, 5, 70.0, True),

@@ -45,7 +45,7 @@ def masks(run):
 def rows():
     quick = {
         (4, "zigzag"): ("packed_chunk",),
-        (4, "striped"): ("packed_three", "dropout"),
+        (4, "striped"): ("dropout",),
     }
     for ranks, order in itertools.product((2, 3, 4, 8), ORDERS):
         if T % made_of(order, ranks).multiple:

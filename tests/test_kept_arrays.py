@@ -133,7 +133,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "rwkv7")) for n in CALLS])
 def test_recurrences_on_tpus_walk_once_each_way(name):
     """States, and inverses of delta rules, are those of the forward: two kernels in a program of both directions."""
     walks_once(OPS["linear_attention" if name == "channels" else name], CALLS[name])

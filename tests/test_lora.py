@@ -349,18 +349,20 @@ def checkpoint_of(c, section, leaves):
 @pytest.mark.parametrize(
     ("name", "targets", "base", "modules"),
     [
-        ("qwen3", (), None, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        pytest.param("qwen3", (), None, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+                     marks=pytest.mark.slow),
         ("llama_tied", ("query", "down"), "int8", ["q_proj", "down_proj"]),
         ("deepseek_no_rank", ("latent_query", "key_up", "value_up"), None, ["q_proj", "kv_b_proj"]),
-        ("qwen3_moe", ("key",), None, ["k_proj"]),
+        pytest.param("qwen3_moe", ("key",), None, ["k_proj"], marks=pytest.mark.slow),
         ("qwen3_next", (), None, ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]),
-        ("kimi", ("kda_in", "kda_down", "kda_gate", "latent_query"), None,
-         ["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "g_b_proj"]),
-        (
+        pytest.param("kimi", ("kda_in", "kda_down", "kda_gate", "latent_query"), None,
+         ["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "g_b_proj"], marks=pytest.mark.slow),
+        pytest.param(
             "nemotron_h",
             ("mamba2_in", "mamba2_gate", "mamba2_bc", "mamba2_dt", "ungated_up", "ungated_down", "value"),
             None,
             ["in_proj", "up_proj", "down_proj", "v_proj"],
+            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

@@ -110,6 +110,7 @@ def test_any_number_of_hosts_goes_on_with_the_same_tokens(corpus, tmp_path):
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-4)
 
 
+@pytest.mark.slow  # two processes that end in an error
 def test_local_starts_processes_and_tells_what_each_says(corpus, tmp_path, capfd):
     run = [
         *SMALL,

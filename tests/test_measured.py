@@ -269,7 +269,14 @@ def test_what_is_shipped_is_of_classes_and_backends_that_there_are(device, name)
             assert tuned["version"] == op.backends[backend].version and decode(op.config, tuned["config"])
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATIONS.values() if op.autotune_key], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, id=op.name, marks=[pytest.mark.slow] * (op.name == "delta_rule"))
+        for op in OPERATIONS.values()
+        if op.autotune_key
+    ],
+)
 def test_every_case_has_a_class_that_its_dtype_tells_apart(op):
     for case in op.cases:
         of = {op.autotune_key(op.bind(**abstract(op, case, dtype))) for dtype in ("bfloat16", "float32")}

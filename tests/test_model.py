@@ -98,7 +98,9 @@ def assert_close(a, b, rtol=1e-5, atol=1e-6):
         np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n in ("qwen2", "qwen3"))) for n, c in VARIANTS.items()]
+)
 def test_against_an_independent_forward_and_every_parameter_has_a_gradient(config):
     """The oracle is NumPy float64, layer after layer and query after query: no scan, no operations of ours, no JAX."""
     params, batch = init(config, jax.random.key(0)), batch_of(config)
@@ -177,6 +179,7 @@ def with_flash_attention():
     return value_and_grad(SMALL, init(SMALL, jax.random.key(0)), batch_of(SMALL), FLASH)
 
 
+@pytest.mark.slow  # and the layers of test_model.py against a forward of their own
 def test_flash_attention_gives_what_dense_attention_gives(with_flash_attention):
     dense = value_and_grad(SMALL, init(SMALL, jax.random.key(0)), batch_of(SMALL))
     assert_close(with_flash_attention, dense, 1e-4, 5e-6)
@@ -395,7 +398,7 @@ def test_a_wrong_configuration_names_the_field(change, words):
         dataclasses.replace(TINY, **change).validate()
 
 
-@pytest.mark.parametrize("kind", ["full", "latent"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("latent", marks=pytest.mark.slow)])
 def test_attention_depends_on_distances_alone_wherever_a_text_begins(kind):
     latent = LatentShape(kv_rank=10, query_rank=9, nope_dim=6, rope_dim=4, value_dim=5)
     config = dataclasses.replace(
@@ -479,7 +482,15 @@ def test_dims_are_of_the_vocabulary(monkeypatch):
         Param((4, 4), "D")
 
 
-@pytest.mark.parametrize("name", [name for name in variants_of("model") if name != "hf"])  # which is of no folder
+SAME = ("8b", "70b", "qwen3_8b", "qwen3_235b_a22b", "sparse_8b")  # but for its sizes as one that is quick
+
+
+@pytest.mark.parametrize(
+    "name",
+    [  # that of Hugging Face is of no folder
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SAME)) for name in variants_of("model") if name != "hf"
+    ],
+)
 def test_every_part_of_every_model_has_dims_of_the_vocabulary(name):
     model = compose([f"model={name}"]).model.build()
     declared = jax.tree.leaves([model.declared, model.buffers], is_leaf=lambda x: isinstance(x, Param))

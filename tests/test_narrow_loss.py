@@ -108,7 +108,7 @@ def test_all_three_products_are_of_operands_that_were_quantised_along_their_own_
     close(got, by_numpy(*batch, precision))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [pytest.param(p, marks=[pytest.mark.slow] * (p == "mxfp8")) for p in PRECISIONS])
 def test_gradients_are_those_of_the_exact_product_within_rounding_to_8_bits(precision):
     batch = arrays()
     got = jax.jit(functools.partial(sums, precision=precision))(*batch)
@@ -180,8 +180,14 @@ def test_many_blocks_of_tokens_have_the_numbers_of_one(precision, waiting, rows,
         close(jax.jit(functools.partial(losses, precision=precision))(x, w, targets), wanted)
 
 
-@pytest.mark.parametrize("function", [sums, losses])
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "sp": 2, "tp": 2}, {"dp": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    ("function", "axes"),
+    [
+        (sums, {"fsdp": 2, "sp": 2, "tp": 2}),
+        pytest.param(losses, {"fsdp": 2, "sp": 2, "tp": 2}, marks=pytest.mark.slow),
+        *(pytest.param(f, {"dp": 2, "fsdp": 2}, marks=pytest.mark.slow) for f in (sums, losses)),
+    ],
+)
 def test_on_a_mesh_each_device_quantises_what_it_multiplies(function, axes):
     """The vocabulary is split over tp, and the ranks of a batch and of a sequence add up their gradients. Blocks of 128 tokens
     and of 128 of a vocabulary are the same on one device."""
@@ -191,7 +197,7 @@ def test_on_a_mesh_each_device_quantises_what_it_multiplies(function, axes):
     close(got, by_numpy(*batch, "fp8_block"))
 
 
-@pytest.mark.parametrize(("axis", "count"), [("dp", 3), ("tp", 4)])
+@pytest.mark.parametrize(("axis", "count"), [pytest.param("dp", 3, marks=pytest.mark.slow), ("tp", 4)])
 def test_a_sum_computes_its_logits_once_unless_the_vocabulary_is_split(axis, count):
     mesh = make_mesh(**{axis: 2}, devices=jax.devices()[:2])
     run = jax.jit(functools.partial(sums, precision="fp8_block", mesh=mesh))
@@ -216,6 +222,7 @@ def on_hopper(function, *shapes):
     return collections.Counter(names_of_kernels(function, *like))
 
 
+@pytest.mark.slow
 def test_on_hopper_all_products_are_of_its_kernel_and_logits_of_two_passes():
     got = on_hopper(functools.partial(sums, precision="fp8_block"), (3, 128, 256), (256, 512), (3, 128))
     # The matrix and the tokens once, and the cotangents of logits.

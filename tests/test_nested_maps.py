@@ -83,7 +83,9 @@ def on_one_device(name):
     return both_ways(plain, arrays)(*arrays)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "moe")) for n in CALLS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("moe", "gla_attention"))) for n in CALLS]
+)
 @pytest.mark.parametrize("vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_numbers_and_gradients_are_those_of_one_device(name, vma):
     function, _, arrays, specs = CALLS[name]
@@ -210,6 +212,7 @@ def test_on_tpus_a_kernel_is_mapped_and_nothing_is_gathered():
     assert "all-gather" not in made.as_text()
 
 
+@pytest.mark.slow
 def test_on_tpus_the_rows_of_a_rank_are_mapped_too():
     """Of attention that communicates over the axis of the outer map, whose rows lie on the others."""
     chips = jax.sharding.Mesh(np.asarray(tpu_topology("v5e:2x4").devices).reshape(2, 2, 2), AXES)

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grid import (
+    BUILT_ON_ANOTHER,
     as_tuple,
     check,
     covering,
     differentiable,
+    fewest,
     on_this_machine,
     richest,
     value_and_gradients,
@@ -29,7 +31,10 @@ OF_EACH_ENGINE = (
     *("linear_attention", "mean_pooling", "paged_attention", "quantized_matmul", "rms_norm", "rotary_embedding"),
     *("recurrent", "state_space_v1", "causal_conv1d", "flash_mla"),
 )
+# Whose kernels several tiles are computed of, with gradients and as many options, in the quick tests of their files.
+IN_THEIR_FILES = {("delta_rule", "pallas_tpu"), ("grouped_matmul", "pallas_tpu")}
 RECURRENCES = ("causal_conv1d", "delta_rule", "linear_attention", "state_space_v2")
+OF_ONE_CASE = {*BUILT_ON_ANOTHER, *RECURRENCES}  # of whose cases the files of the operations have more
 
 
 def small(op):
@@ -39,14 +44,15 @@ def small(op):
 
 def covered(op, backend):
     """Returns the names of the cases of a backend's quick rows: a few that have all that it takes, and what it refuses. Of
-    kernels, which are slow to interpret, the one that has most, and of Triton's the first, which is taken in bfloat16 too: the
-    others are in the files of those kernels."""
+    kernels, which are slow to interpret, and of what is built on another operation, the one that has most: the others are in
+    the files of those operations."""
     cases = [case for case in small(op) if "slow" not in case.tags]
     chosen = [case for case in cases if "kernels" in case.tags] if backend.toolchain == "pallas" else []
     taken = [c for c in chosen or cases if {*c.options, *c.arrays, *c.make} <= backend.names()]
-    few = covering(taken)
-    if taken and backend.toolchain in ("triton", "pallas"):
-        few = {richest(taken)} | ({taken[0].name} if backend.toolchain == "triton" else set())
+    few = fewest(taken)
+    if taken and (backend.toolchain in ("triton", "pallas") or op.name in OF_ONE_CASE):
+        also = op.name in RECURRENCES and backend.toolchain == "triton"
+        few = {richest(taken)} | ({taken[0].name} if also else set())
     return few | {case.name for case in cases if case not in taken}
 
 
@@ -71,13 +77,14 @@ def _rows():
                     elsewhere = backend.toolchain == "triton" or op.name == "causal_conv1d"
                     elsewhere &= backend.toolchain != "xla" and case.name in ("documents", "packed")
                     left_out |= elsewhere and op.name in RECURRENCES
+                    left_out |= (op.name, backend.name) in IN_THEIR_FILES
                     # float32 is the sharpest; in bfloat16, the narrowest, Triton kernels of each engine have a case, as in
                     # training. The full grid has every case in every dtype.
                     narrow = dtype == "bfloat16" and case is op.cases[0] and backend.toolchain == "triton"
                     narrow &= op.name in OF_EACH_ENGINE
+                    left_out |= case.name not in quick_cases[backend.name] and not narrow
                     narrow |= dtype == "float8_e4m3fn"  # of few and small operations
                     left_out |= dtype != "float32" and not narrow
-                    left_out |= case.name not in quick_cases[backend.name]
                     marks = () if quick and not left_out else (pytest.mark.slow,)
                     name = f"{op.name}-{case.name}-{dtype}-{backend.name}"
                     yield pytest.param(op, backend, case, dtype, marks=marks, id=name)

@@ -307,6 +307,7 @@ def test_losses_are_those_of_one_device_under_any_assignment(losses):
     check()
 
 
+@pytest.mark.slow
 def test_a_token_changes_what_comes_after_it_in_its_document(losses):
     batch = a_batch(np.random.default_rng(2))
     index = Attended.of(_program("balanced"), batch["segment_ids"]).index

@@ -112,7 +112,7 @@ def in_padding(x, fill):
 
 
 # What calls the attention of another row, or is written in the same way; and the longest of those that gather keys.
-OF_ANOTHER = ("all_gather", "differential", "quantized", "mixture", "latent", "native sparse")
+OF_ANOTHER = ("pallas", "ring", "all_gather", "differential", "quantized", "mixture", "latent", "native sparse")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OF_ANOTHER)) for n in CALLS])

@@ -321,6 +321,7 @@ def test_what_the_doctor_writes_can_be_read(monkeypatch, tmp_path):
 # -- slices of TPUs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_dp_goes_between_slices(compiler, capsys):
     compiler.peak = 9 << 30
     assert main(["topology=v5p:4x4x4", "slices=2", *LARGE, "mesh.sp=8"]) == 0

@@ -48,6 +48,7 @@ def test_activations_go_to_the_host_where_attention_would_run_twice(capsys):
     assert of.candidate.remat == "full" and of.time.total > 1.05 * said["step_seconds"]
 
 
+@pytest.mark.slow
 def test_state_goes_to_the_host_where_a_plan_needs_it(capsys):
     """Four times as many tokens, on a ring."""
     words = "device=h100 devices=8 model=qwen3_8b data.sequence_length=4194304 sequence.scheme=ring finalists=0"

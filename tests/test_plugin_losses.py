@@ -171,6 +171,7 @@ def test_pairs_that_are_wrong(line, said):
 # -- teachers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # the same path as DPO's, above
 def test_distillation_is_the_formula():
     from examples.distillation import DistillSection, distill, references
 

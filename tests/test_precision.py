@@ -177,9 +177,10 @@ def test_an_mlp_as_one_has_the_numbers_of_its_products_one_by_one(precision, spl
             *("fp8_block", ["quantize_both_ways", "activate_both_ways", "activation_cotangents"]),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "fp8_row",
             ["largest_both_ways", "quantize_rows_both_ways", "activate_with_largest", "cotangents_with_largest"],
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -277,7 +278,8 @@ def test_over_fsdp_matrices_are_gathered_in_8_bits_with_the_numbers_of_the_whole
         assert off(g, w) < 1e-6
 
 
-@pytest.mark.parametrize("size", [128, pytest.param(384, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [128, 384])
 def test_a_matrix_that_is_split_inside_of_a_block_is_gathered_whole(size):
     mesh, layout = make_mesh(fsdp=2, devices=jax.devices()[:2]), current_layout()
     x, d = (jnp.asarray(RNG.standard_normal(s), jnp.float32) for s in ((2, 128, size), (2, 128, N, H)))
@@ -346,7 +348,7 @@ def test_a_policy_that_keeps_products_keeps_those_in_8_bits():
     assert made["none"][0] < made["attention"][0] and made["none"][1] < made["attention"][1]
 
 
-@pytest.mark.parametrize("precision", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize("precision", ["fp8_block", pytest.param("fp8_row", marks=pytest.mark.slow)])
 def test_over_fsdp_a_matrix_in_blocks_is_quantised_once_a_step_and_others_are_not_kept_whole(precision):
     mesh = make_mesh(fsdp=2, devices=jax.devices()[:2])
     config = DecoderConfig(

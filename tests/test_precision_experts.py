@@ -100,6 +100,7 @@ def test_forward_and_gradients_of_rows_are_of_8_bit_operands_and_gradients_of_ma
         assert off(g, want) < 2e-3
 
 
+@pytest.mark.slow
 def test_rows_in_their_order_have_the_numbers_of_tokens_by_index():
     sorted_x = np.where((ROWS >= 0)[:, None], X[ROWS], 0)
     by_index = jax.jit(of_experts)(X, GATE_UP, DOWN, D_OUT)
@@ -138,6 +139,7 @@ def test_on_a_mesh_experts_have_the_numbers_of_one_device(axes):
         assert 0.01 < off(g, want) < 0.1
 
 
+@pytest.mark.slow
 def test_on_hopper_a_token_is_quantised_once_and_matrices_once_for_both_directions():
     def run(x, gate_up, down, d):
         return of_experts(x, gate_up, down, d)

@@ -311,6 +311,7 @@ def test_an_evaluation_of_a_folder_without_its_tokenizer_says_what_to_write(text
 # -- runs -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_from_a_folder_that_goes(texts, tmp_path):
     folder, kept = write_folder(tmp_path / "f", "qwen3"), tmp_path / "run" / KEPT
     said = ran(texts, "run.steps=2", *of(folder), f"run.dir={tmp_path}/run")

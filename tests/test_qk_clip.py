@@ -70,7 +70,9 @@ def seen(config, params):
     return np.stack(kept)
 
 
-@pytest.mark.parametrize("config", [PLAIN, LATENT], ids=["plain", "latent"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(PLAIN, id="plain", marks=pytest.mark.slow), pytest.param(LATENT, id="latent")]
+)
 def test_what_is_reported_is_at_least_the_largest_logit_and_at_most_log_keys_more(config):
     name, bound = reported(config, params_of(config))
     largest = seen(config, params_of(config)).max(-1)

@@ -24,7 +24,7 @@ from ejdist.training.program import make_program
 from recipes.schema import compose
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "gla")) for k in KINDS])
 def test_a_layer_is_what_it_is_published_as(kind):
     """Its result, and its derivative along a direction of everything at once, for documents packed into rows."""
     c, number = config(kind, zero_centered_norms=kind == "gated_delta"), 1
@@ -63,7 +63,8 @@ def test_nothing_leaks_from_a_document_into_another(kind):
     np.testing.assert_array_equal(made[IDS < 0], x[IDS < 0])
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "gated_delta")) for k in KINDS])
+@pytest.mark.slow  # operations in bfloat16 are quick in test_ops.py
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_in_bfloat16_is_as_near_as_its_roundings(kind):
     """The stream stays in the compute dtype; what decides how long a state remembers is in float32."""
     c = config(kind, compute_dtype="bfloat16")
@@ -147,7 +148,7 @@ def test_a_mesh_changes_neither_loss_nor_gradient(kind, sizes, order):
 @pytest.mark.parametrize(
     ("kind", "recurrences"),
     [
-        ("kda", 2),
+        pytest.param("kda", 2, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("gated_delta", 2), ("mamba2", 2), ("lightning", 1), ("gla", 1), ("rwkv7", 2))

@@ -67,6 +67,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 def test_without_the_extra_a_command_ends_in_a_sentence(tmp_path):
     """In a process that imports nothing but what an installation without it brings."""
     (tmp_path / "a.txt").write_text("a text")

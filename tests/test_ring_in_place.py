@@ -76,7 +76,7 @@ def everything(attend, arrays, *rest):
     ("name", "ranks", "kind", "widths", "options"),
     [
         pytest.param("zigzag", 2, "packed", (64, 64), {}, marks=pytest.mark.slow),
-        ("zigzag", 2, "none", (128, 64), {"logits_soft_cap": 3.0}),
+        pytest.param("zigzag", 2, "none", (128, 64), {"logits_soft_cap": 3.0}, marks=pytest.mark.slow),
         pytest.param("striped", 4, "packed", (64, 64), {}, marks=pytest.mark.slow),
         ("balanced", 2, "packed", (64, 64), {}),
         pytest.param(
@@ -84,7 +84,7 @@ def everything(attend, arrays, *rest):
         ),
         pytest.param("contiguous", 4, "one", (64, 64), {"softmax_scale": 0.3}, marks=pytest.mark.slow),
         pytest.param("striped", 2, "one", (64, 64), {"softmax_aux": jnp.ones(HEADS)}, marks=pytest.mark.slow),
-        ("zigzag", 4, "packed", (64, 64), {"scheme": Ring("bfloat16")}),
+        pytest.param("zigzag", 4, "packed", (64, 64), {"scheme": Ring("bfloat16")}, marks=pytest.mark.slow),
         # Whose hops are those that documents need.
         pytest.param("contiguous", 4, "packed", (64, 64), {}, marks=pytest.mark.slow),
         pytest.param("zigzag", 4, "packed", (64, 64), {"scheme": Ring(hops="batch")}, marks=pytest.mark.slow),

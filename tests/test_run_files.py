@@ -42,6 +42,7 @@ def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, t
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_home_of_nobody_is_named(capsys):
     away = "~nobody_of_this_name/run"
     for words in (f'run.dir="{away}"', f'checkpoint.dir="{away}"', f'model.init_from="{away}"'):
@@ -233,6 +234,7 @@ def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsy
     assert summary["loss_first"] is None and summary["loss_last"] is None and summary["steps"] == 3
 
 
+@pytest.mark.slow  # two runs
 def test_the_loss_of_a_later_step_is_not_that_of_the_first(corpus, tmp_path):
     given = [*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=3"]
     assert main([*given, "run.stop_after=2"]) == DONE
@@ -312,6 +314,7 @@ def taken(folder):
             other.kill()
 
 
+@pytest.mark.slow  # runs; the lock itself is in test_run_lock.py
 def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path, monkeypatch, capsys):
     given = [*PLAIN, *corpus, f"run.dir={tmp_path}", "checkpoint.every=1"]
     assert main([*given, "run.stop_after=2"]) == DONE
@@ -395,6 +398,7 @@ def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_folder_of_checkpoints_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):
     where = tmp_path / "checkpoints"
 
@@ -429,6 +433,7 @@ def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus,
     assert "resuming from step 2" in said and "removing" not in said and len(losses(tmp_path / "run")) == 3
 
 
+@pytest.mark.slow
 def test_a_folder_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):
     folder, given = tmp_path / "run", [*PLAIN, *corpus, f"run.dir={tmp_path / 'run'}"]
 

@@ -106,6 +106,7 @@ def test_what_a_process_left_is_taken_over(tmp_path, how):
         assert lock(tmp_path).take(print) and time.monotonic() - began < 0.2
 
 
+@pytest.mark.slow
 def test_one_of_many_takes_over(tmp_path):
     for n in range(6):
         folder = tmp_path / str(n)

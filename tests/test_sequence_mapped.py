@@ -93,6 +93,7 @@ def mapped(name, options, axes, out, **how):
 # The same operation as another call here with other arguments, with one of them fixed, or over the same engine: slow. So is
 # the convolution, whose halo is in tests/test_recurrence.py.
 OF_ANOTHER = {
+    "gated_delta_rule",
     "causal_conv1d",
     "delta_rule",
     "flash_mla",
@@ -172,8 +173,8 @@ def test_a_cache_whose_entries_are_split():
         inside(decode, query, rope, cache, lens, specs=specs, out=ROWS)
 
 
-@pytest.mark.parametrize("vma", [True, False])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("documents", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loss_of_sequences_counts_over_all_of_one(documents, vma):
     router, gate, down = normal(F, 4), normal(4, F, 6), normal(4, 6, F)
     how = {"top_k": 2, "balance": "sequence"}

@@ -88,7 +88,7 @@ def test_the_numbers_of_one_device(name, mesh, buffer):
 @pytest.mark.parametrize(
     ("order", "name"),
     [
-        (Order("zigzag", 4), "given in documents"),
+        pytest.param(Order("zigzag", 4), "given in documents", marks=pytest.mark.slow),
         *(
             pytest.param(order, name, marks=pytest.mark.slow)
             for order in (Order("striped", 4), Order("striped", 2, 4), Order("zigzag", 2))

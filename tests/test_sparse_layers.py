@@ -68,7 +68,7 @@ def layer(c, batch):
     return lambda params, x: PART.apply(x, params, at)[0]
 
 
-@pytest.mark.parametrize("options", [OPTIONS, {}], ids=["options", "plain"])
+@pytest.mark.parametrize("options", [OPTIONS, pytest.param({}, marks=pytest.mark.slow)], ids=["options", "plain"])
 def test_a_layer_is_what_it_is_published_as(options):
     """Its result, and its derivative along a direction of everything at once, for documents packed into rows."""
     c, batch, rng = config(**options), batch_of(), np.random.default_rng(1)
@@ -113,6 +113,7 @@ def test_packed_documents_are_as_separate_rows():
     np.testing.assert_allclose(packed[IDS < 0], x[IDS < 0] + bias, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_layer_in_bfloat16_is_as_near_as_its_roundings():
     c = config(compute_dtype="bfloat16")
     declared, params = PART.declare(c), drawn(PART, c)
@@ -153,7 +154,7 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("sizes", "order"),
     [
-        ({"sp": 2, "tp": 2}, "striped"),
+        pytest.param({"sp": 2, "tp": 2}, "striped", marks=pytest.mark.slow),
         pytest.param({"sp": 2}, "contiguous", marks=pytest.mark.slow),
         pytest.param({"sp": 4}, "contiguous", marks=pytest.mark.slow),
         pytest.param({"sp": 4}, "zigzag", marks=pytest.mark.slow),

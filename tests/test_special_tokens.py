@@ -261,6 +261,7 @@ def test_a_dataset_from_before_they_were_recorded_is_read_as_it_was_made(tmp_pat
 # -- on the command line --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # two commands
 def test_they_are_written_as_they_are(folder, tmp_path, capsys):
     section = compose([f"data.bos={BOS}", "data.eos=<|im_end|>"]).data
     assert (section.bos, section.eos) == (BOS, "<|im_end|>") and compose(["data.bos=null"]).data.bos is None

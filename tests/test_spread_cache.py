@@ -53,20 +53,20 @@ def merged():
         yield pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in quick))
 
 
+@pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize(("options", "sizes"), list(merged()), ids=str)
-def test_attention_over_spread_pages_is_that_of_one_device(options, sizes):
+def test_attention_over_spread_pages_is_that_of_one_device(options, sizes, queries):
     """Of single tokens and of chunks, whose first rows are past a request's beginning or before it."""
     mesh = make_mesh(**sizes)
     axes = tuple(a for a in sizes if a != "tp")
     ranks = int(np.prod([sizes[a] for a in axes]))
-    for queries in (1, 5):
-        arrays = call(ranks, queries)
-        expected = kernels.page_attention(*arrays, **OPTIONS[options], return_lse=True)
-        with set_layout(B=axes, N="tp", K="tp", pages=axes):
-            out = jax.jit(lambda *x: ejdist.page_attention(*x, **OPTIONS[options], mesh=mesh, return_lse=True))(*arrays)
-            alone = ejdist.page_attention(*arrays, **OPTIONS[options], mesh=mesh)
-        for got, wanted in zip((*out, alone), (*expected, expected[0]), strict=True):
-            np.testing.assert_allclose(got, wanted, atol=2e-6)
+    arrays = call(ranks, queries)
+    expected = kernels.page_attention(*arrays, **OPTIONS[options], return_lse=True)
+    with set_layout(B=axes, N="tp", K="tp", pages=axes):
+        out = jax.jit(lambda *x: ejdist.page_attention(*x, **OPTIONS[options], mesh=mesh, return_lse=True))(*arrays)
+        alone = ejdist.page_attention(*arrays, **OPTIONS[options], mesh=mesh)
+    for got, wanted in zip((*out, alone), (*expected, expected[0]), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
 @pytest.fixture(scope="module", params=["attention", "hybrid"])

@@ -195,6 +195,7 @@ def whole(corpus, other, tmp_path_factory):
     return once(tmp_path_factory, "stages", made)
 
 
+@pytest.mark.slow  # a run of stages is quick in test_curriculum.py
 def test_a_stage_has_its_data_and_its_rate(corpus, other, whole):
     recipe = compose([*SMALL, *corpus, plan(other)])
     schedule = make_schedule(recipe.optimizer, 6)
@@ -247,6 +248,7 @@ def test_stages_stop_after_any_step_and_go_on_bit_for_bit(corpus, other, whole, 
     assert run(tmp_path, *corpus, plan(other))[0].finished and losses(tmp_path) == losses(whole)
 
 
+@pytest.mark.slow
 def test_what_ran_must_match_and_what_comes_may_change(corpus, other, whole, tmp_path):
     hosts, keys = Hosts(60), [*SMALL, *corpus, f"run.dir={whole}"]
     ends = plan(other).replace("until: 5", "until: 4")
@@ -268,6 +270,7 @@ def test_what_ran_must_match_and_what_comes_may_change(corpus, other, whole, tmp
     open_run(compose([*SMALL, *corpus, f"run.dir={ahead}", ends]), hosts)
 
 
+@pytest.mark.slow
 def test_a_stage_that_ends_elsewhere_has_another_rate(corpus, other, whole, tmp_path):
     parts = shutil.copytree(whole, tmp_path / "parts")
     shutil.rmtree(parts / "checkpoints" / "6")
@@ -310,6 +313,7 @@ def test_wrong_data_of_a_stage_names_the_stage(corpus, other, tmp_path, stage, w
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_the_data_of_the_stage(corpus, other, whole):
     recipe = recorded(whole)
     assert settings_at(recipe, 4)["data.source"] == other

@@ -54,6 +54,7 @@ def batch_of(rows=8, length=12, seed=0):
 SGD = optax.sgd(1.0)  # its update is the gradient itself
 
 
+@pytest.mark.slow  # steps of layers and of mixtures accumulate too
 def test_accumulation_is_the_whole_batch():
     params, batch = parameters(), batch_of()
     results = []
@@ -67,6 +68,7 @@ def test_accumulation_is_the_whole_batch():
     assert results[0][1]["tokens"] == int(jnp.sum(batch["targets"] >= 0))
 
 
+@pytest.mark.slow  # held against NumPy in test_moe_model.py
 def test_the_loss_is_a_mean_over_tokens_not_over_rows():
     params, batch = parameters(), batch_of()
     row_terms = jax.jit(lambda p, b: LOSS(p, b)[1])
@@ -80,6 +82,7 @@ def test_the_loss_is_a_mean_over_tokens_not_over_rows():
     assert abs(of_rows - float(metrics["loss"])) > 1e-3
 
 
+@pytest.mark.slow  # so does every run
 def test_training_lowers_the_loss_and_counts_steps():
     optimizer, schedule = make_optimizer(SECTION, 30, DECAYED)
     step = jax.jit(make_train_step(LOSS, optimizer, accumulation=2), donate_argnums=0)

@@ -75,14 +75,17 @@ def test_processes_of_the_run_join(door, folders):
 
 @pytest.mark.parametrize(
     ("theirs", "message"),
-    [("other", "do not take each other's certificates"), ("unnamed", "has no URI that begins with ejdist://")],
+    [
+        pytest.param("other", "do not take each other's certificates", marks=pytest.mark.slow),
+        ("unnamed", "has no URI that begins with ejdist://"),
+    ],
 )
 def test_another_certificate_is_turned_away(door, folders, theirs, message):
     with pytest.raises(TurnedAway, match=message):
         knock(f"localhost:{door.port}", who(1), 5.0, tls=str(folders / theirs))
 
 
-@pytest.mark.parametrize("theirs", ["other", "unnamed"])
+@pytest.mark.parametrize("theirs", ["other", pytest.param("unnamed", marks=pytest.mark.slow)])
 def test_the_door_asks_for_a_certificate_itself(door, folders, theirs):
     """Of a program that takes any server."""
     bad = context(str(folders / theirs), server=False)
@@ -104,6 +107,7 @@ def test_a_process_without_tls_is_turned_away(door, monkeypatch):
     assert not door.door._members
 
 
+@pytest.mark.slow
 def test_a_door_without_tls_is_not_taken_for_one_with(folders):
     server = listening("", 0)
     door = Door(who(0), server, Presence(), print)

@@ -174,6 +174,7 @@ def test_how_gcloud_connects(machines, program, capfd):
     assert "--internal-ip" not in tunnel and "ConnectTimeout=60" in inside[inside.index("--") :]
 
 
+@pytest.mark.slow
 def test_a_queued_resource_has_its_slices(machines, program, monkeypatch, capfd):
     words = ["queued=there-queued", "zone=z", "recipe=long_context", program('echo "worker $WORKER"')]
     monkeypatch.setenv("STUB_STATE", "ACTIVE")

@@ -12,7 +12,7 @@ import numpy as np
 import published_loop
 import pytest
 from shared import once
-from small_run import TINY, losses
+from small_run import PLAIN, TINY, losses
 
 from ejdist.evaluation.weights import open_weights
 from ejdist.mesh import make_mesh
@@ -116,7 +116,7 @@ def test_parameters_and_moments_are_split_over_the_sequence_too():
 
 
 # Quick: the first step, the one after a stop, and the last but one.
-@pytest.mark.parametrize("stops", [(1, 2, 5), pytest.param((1, 2, 3, 4, 5), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stops", [(5,), pytest.param((1, 2, 3, 4, 5), marks=pytest.mark.slow)])
 def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(stops, whole, corpus, tmp_path):
     for stop in stops:
         outcome, _ = run(tmp_path / "parts", corpus, "run.steps=6", f"run.stop_after={stop}")
@@ -208,7 +208,7 @@ def test_a_signal_saves_and_the_run_goes_on(whole, corpus, tmp_path, monkeypatch
 @pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, tmp_path, capsys):
     overrides = ["run.steps=30", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0", "optimizer.schedule=constant"]
-    arguments = [*TINY, *corpus, f"run.dir={tmp_path}", *overrides, f"checkpoint.every={every}"]
+    arguments = [*PLAIN, *corpus, f"run.dir={tmp_path}", *overrides, f"checkpoint.every={every}"]
     assert main(arguments) == DIVERGED
     message = capsys.readouterr().err
     assert "has loss" in message and "optimizer.learning_rate" in message and "Traceback" not in message

@@ -92,6 +92,7 @@ def test_where_parameters_came_from_does_not_stop_a_run(tmp_path):
         check_same_run(stored, compose([*TINY, "model.num_layers=3"]), 3, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_digest_tells_weights_from_those_of_another_step_and_copies_from_none(trained, tmp_path):
     for name in ("one", "same", "other"):
         step = ["step=2"] if name == "other" else []

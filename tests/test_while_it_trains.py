@@ -20,6 +20,8 @@ from launch.evaluation_recipe import with_settings_of_run
 from launch.train import main
 from recipes.schema import compose
 
+pytestmark = pytest.mark.usefixtures("one_program_for_equal_runs")
+
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory):

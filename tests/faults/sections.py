@@ -183,9 +183,9 @@ FAULTS = (
     ),
     Fault(
         "a recipe changes what is kept of its variants",
-        "_with_values",
-        "copy.deepcopy(_of_variants($schema, tuple(($word for $word in $overrides if key_of($word) in $groups))))",
-        "_of_variants($schema, tuple(($word for $word in $overrides if key_of($word) in $groups)))",
+        "_of_variants",
+        "functools.partial(pickle.loads, pickle.dumps(config))",
+        "functools.partial(lambda same: same, config)",
         "tests/test_composition.py",
     ),
     Fault(

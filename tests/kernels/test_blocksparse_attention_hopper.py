@@ -64,7 +64,7 @@ KINDS = {
     "wide blocks": ((64, 256), (B, N), (64, 64)),
 }
 QUICK = {
-    ("full", "shared"), ("causal", "narrow blocks"), ("packed", "tall blocks"), ("together", "wide blocks"),
+    ("causal", "narrow blocks"), ("packed", "tall blocks"), ("together", "wide blocks"),
 }  # fmt: skip
 
 

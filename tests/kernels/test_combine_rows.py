@@ -95,6 +95,7 @@ def test_what_is_wrong_is_said(call, words):
         call()
 
 
+@pytest.mark.slow
 def test_a_second_derivative_is_that_of_the_contract():
     slots = jnp.int32([[1, 0], [2, -1]])
     rows, weights = jnp.arange(12.0).reshape(3, 4), jnp.float32([[0.5, 2.0], [3.0, 4.0]])

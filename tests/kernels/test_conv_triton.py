@@ -63,7 +63,8 @@ def test_no_bias_no_activation_no_state():
     against_xla(arguments)
 
 
-@pytest.mark.parametrize("state", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # so does that of packed sequences, below
+@pytest.mark.parametrize("state", [1, 0])
 def test_documents_whose_padding_holds_anything(state):
     rng = np.random.default_rng(2)
     ids = np.cumsum(rng.random((3, 27)) < 0.2, axis=1).astype(np.int32)
@@ -102,6 +103,7 @@ def test_several_states_without_ids():
         assert error(a, b) < 2e-6
 
 
+@pytest.mark.slow
 def test_rows_of_documents():
     """The last is shorter than a window, and what was before it does not leave."""
     found = rows(jnp.asarray([[4, -1, 4, 4, -1, -1, 7]], jnp.int32), (1, 7), 1, 2, True)
@@ -124,7 +126,8 @@ def test_rows_of_packed_sequences():
     assert none.final.tolist() == [[NOTHING, 4, NOTHING, NOTHING, 1, 2]]
 
 
-@pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [False, True])
 def test_with_the_sequence_split(documents):
     rng = np.random.default_rng(5)
     x, weight, state = (rng.standard_normal(s).astype(np.float32) for s in ((1, 16, 4), (4, 4), (1, 4, 3)))

@@ -136,7 +136,9 @@ def pooled(rng, dtype=jnp.float32, channels=False):
     return x | {"state_pool": pool, "state_indices": jnp.asarray(SLOTS), "has_initial_state": jnp.asarray(BEGUN)}
 
 
-@pytest.mark.parametrize(("dtype", "channels"), [(jnp.float32, False), (jnp.bfloat16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "channels"), [pytest.param(jnp.float32, False, marks=pytest.mark.slow), (jnp.bfloat16, True)]
+)
 def test_a_pool_against_xla(dtype, channels):
     """Slots that no token has are returned bit for bit, whatever they hold; what a token that begins finds is not read."""
     rng = np.random.default_rng(4)

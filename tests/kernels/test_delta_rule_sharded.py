@@ -48,7 +48,7 @@ def on_a_mesh(name, sizes, packed):
     ("name", "sizes", "packed"),
     [
         pytest.param("kernel_delta_attention", {"sp": 4}, False, marks=pytest.mark.slow),
-        ("rwkv7", {"sp": 2, "tp": 2}, True),
+        pytest.param("rwkv7", {"sp": 2, "tp": 2}, True, marks=pytest.mark.slow),
     ],
 )
 def test_with_the_sequence_split(name, sizes, packed):

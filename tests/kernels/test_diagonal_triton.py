@@ -62,8 +62,9 @@ def against_the_contract(name, arguments, cfg=SMALL, clean=None, allowed=2e-6):
         assert error(a, b) <= allowed, f"{what}: off by {error(a, b):.2e}"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "rwkv4")) for n in OPS])
-@pytest.mark.parametrize("states", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("states", [1, 0])
 def test_documents_whose_padding_holds_anything(name, states):
     rng = np.random.default_rng(2)
     ids = np.cumsum(rng.random((2, 19)) < 0.2, axis=1).astype(np.int32)
@@ -157,8 +158,9 @@ def test_a_result_depends_on_a_token_many_chunks_before():
     assert abs(wanted - y[T - 1 - back]) < 1e-2 * abs(wanted)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "rwkv4")) for n in OPS])
-@pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("documents", [False, True])
 def test_with_the_sequence_split(name, documents):
     arguments = arguments_of(name, 1, 16)
     arguments["state"] = arguments.pop("initial_state")[:, 0]

@@ -56,7 +56,7 @@ def test_numbers(call, kind):
     [
         pytest.param((130, 40), (2, 2), "64", marks=pytest.mark.slow),
         pytest.param((200, 500), (4, 2), "three_warpgroups", marks=pytest.mark.slow),
-        ((500, 200), (4, 1), "192"),  # rows without a key
+        pytest.param((500, 200), (4, 1), "192", marks=pytest.mark.slow),  # rows without a key
         pytest.param((300, 130), (2, 1), "256", marks=pytest.mark.slow),
         ((1, 700), (3, 1), "128"),
     ],
@@ -100,7 +100,7 @@ def test_programs_share_blocks_of_keys_of_documents_where_they_are_asked_to(kind
 @pytest.mark.parametrize(
     ("length", "heads", "widths", "dtype", "options", "rank"),
     [
-        (256, (2, 1), (64, 64), "bfloat16", {}, 0),
+        pytest.param(256, (2, 1), (64, 64), "bfloat16", {}, 0, marks=pytest.mark.slow),
         pytest.param(512, (2, 2), (128, 128), "float16", {"logits_soft_cap": 3.0}, 1, marks=pytest.mark.slow),
         pytest.param(256, (2, 1), (128, 64), "bfloat16", {"softmax_scale": 0.3}, 1, marks=pytest.mark.slow),
     ],
@@ -137,8 +137,10 @@ def test_three_stages(queries):
 @pytest.mark.parametrize(
     "widths",
     [
-        (96, 96),
-        *(pytest.param(w, marks=pytest.mark.slow) for w in [(128, 64), (136, 136), (160, 96), (192, 192), (256, 64)]),
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in [(96, 96), (128, 64), (136, 136), (160, 96), (192, 192), (256, 64)]
+        ),
     ],
 )
 def test_other_widths(widths):

@@ -84,7 +84,8 @@ def test_numbers_where_products_are_kept(specialised, activation, gated, bias, g
         check(specialised, 72, 136, "bfloat16", False, None, (100, 0, 40), **how)
 
 
-@pytest.mark.parametrize("specialised", ["tall", pytest.param("wide", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("specialised", ["tall", "wide"])
 def test_one_row_of_columns_that_end_in_a_tile(specialised):
     check(specialised, 64, 72, "bfloat16", False, None, SIZES["one"], "silu", gated=True)
 

@@ -205,7 +205,9 @@ def test_a_part_of_the_vocabulary_over_devices_may_be_all_padding():
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("masked", ["student", "teacher", "half of the teacher"])
+@pytest.mark.parametrize(
+    "masked", ["student", *(pytest.param(m, marks=pytest.mark.slow) for m in ("teacher", "half of the teacher"))]
+)
 def test_an_ignored_token_over_devices_has_no_gradient_however_far_it_is(masked):
     zs, zt = narrow((HIDDEN[:3, :4] @ HEAD[:4, :16], HIDDEN[3:6, :4] @ HEAD[4:, :16]))
     if masked == "student":
@@ -222,6 +224,7 @@ def test_an_ignored_token_over_devices_has_no_gradient_however_far_it_is(masked)
     assert np.isfinite(want[1]).all() and not want[1][1].any()
 
 
+@pytest.mark.slow
 def test_a_part_of_the_vocabulary_over_devices_that_has_nothing_may_be_infinitely_far():
     z, zt = jnp.cos(jnp.arange(16.0))[None].at[:, 8:].set(-jnp.inf), jnp.sin(jnp.arange(16.0))[None].at[:, 8:].set(-300)
 
@@ -315,7 +318,8 @@ def test_the_kernel_in_small_blocks_of_a_vocabulary_that_is_masked_out_in_part(r
     a = {"logits": jnp.asarray(student), "teacher_logits": jnp.asarray(teacher), "reverse": reverse, "temperature": 2.0}
     truth, wanted, d = value_and_gradients(logits_op.function, a, no_gradient=("teacher_logits",))
     with interpret():
-        for platform, size in (("triton", 16), ("triton", 64), ("triton", 256), ("pallas", 128), ("pallas", 256)):
+        more = (("triton", 64), ("triton", 256), ("pallas", 256)) if reverse else ()
+        for platform, size in (("triton", 16), ("pallas", 128), *more):
             cfg = KLDivergenceConfig(block_vocab=size, num_warps=1)
             got, gradients, _ = value_and_gradients(
                 lambda **a: logits_op(**a, platform=platform, cfg=cfg),  # noqa: B023

@@ -127,6 +127,7 @@ def test_chunks_and_steps_and_the_loop_agree_at_decays_of_every_size(kind, form)
             assert error(x, y) < 5e-6, (chunk, name, error(x, y))
 
 
+@pytest.mark.slow
 def test_a_decay_that_forgets_all_beside_documents_and_a_bonus():
     """The query does not see its own token's decay then, and an infinite one is no part of it, not 0 times infinity."""
     rng = np.random.default_rng(0)

@@ -147,7 +147,7 @@ def test_on_a_mesh(name, mesh):
     close(got, numpy_means(x, **options))
 
 
-@pytest.mark.parametrize("name", ["all valid", "packed"])
+@pytest.mark.parametrize("name", [pytest.param("all valid", marks=pytest.mark.slow), "packed"])
 def test_features_may_be_split(name):
     x, options = CALLS[name]
     mesh = make_mesh(dp=1, sp=2, tp=4)

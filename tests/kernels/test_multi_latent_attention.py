@@ -265,6 +265,7 @@ def value_and_gradients(function, a, **options):
     return {"out": out, **gradients}
 
 
+@pytest.mark.slow  # latents over ranks are quick in test_latents.py
 @pytest.mark.parametrize("sizes", [{"dp": 2, "sp": 2, "tp": 2}])
 def test_on_a_mesh(sizes):
     """Batch, heads and sequence: the numbers and gradients of one device."""

@@ -44,7 +44,7 @@ SINKS = jnp.asarray(RNG.standard_normal((2, 1)).astype(np.float32))
 @pytest.mark.parametrize(
     ("sizes", "mask", "options"),
     [
-        ({}, MaskInfo(causal=True), {}),
+        pytest.param({}, MaskInfo(causal=True), {}, marks=pytest.mark.slow),
         ({"K": 1, "Hr": 24, "Hv": 64}, packed(200, causal=True), {"softmax_aux": SINKS}),
         (
             {"T": 300, "B": 1, "Hr": 8},

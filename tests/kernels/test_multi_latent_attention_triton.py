@@ -67,7 +67,8 @@ def check(index, seed, counts, lens, C=8):
     assert error(got, wanted) <= FLOAT32 and not np.asarray(got)[sum(counts) :].any()
 
 
-@pytest.mark.parametrize(("index", "slots"), [pytest.param(0, SLOTS[0], marks=pytest.mark.slow), (1, SLOTS[1])])
+@pytest.mark.slow  # a ragged batch is quick in test_ops.py
+@pytest.mark.parametrize(("index", "slots"), [(0, SLOTS[0]), (1, SLOTS[1])])
 def test_a_ragged_batch(index, slots):
     """A prompt of several tiles, a decode over all pages, a request of no tokens, and a chunk; two rows are of none."""
     check(index, 0, (9, 1, 0, 10), (25, 5 * slots, 3, 10), slots)

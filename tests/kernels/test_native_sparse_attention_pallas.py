@@ -73,6 +73,7 @@ def test_tokens_that_no_query_of_a_tile_reads_are_not_touched():
     assert error(got, wanted) < 3e-6
 
 
+@pytest.mark.slow
 def test_queries_after_all_keys_read_what_there_is_of_a_block():
     """Keys end in the middle of a block, and what fills their last tile is none of it."""
     arguments = {n: x[:, :12] if n != "query" else x for n, x in arrays(16, (4, 2)).items()}

@@ -52,7 +52,7 @@ def finite(x):
     return np.where(np.isfinite(x), x, 0)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "triton", "pallas"])
+@pytest.mark.parametrize("backend", ["triton", *(pytest.param(b, marks=pytest.mark.slow) for b in ("xla", "pallas"))])
 # With documents, a position and named blocks at once; the others have fewer keys.
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "documents")) for n in CALLS])
 def test_the_selected_branch_is_its_contract(name, backend):
@@ -69,7 +69,7 @@ def test_the_selected_branch_is_its_contract(name, backend):
         assert error(gradients[argument], slope) < 3e-6, argument
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=[pytest.mark.slow] * (b == "xla")) for b in BACKENDS])
 def test_the_choice_is_its_contract_and_that_of_the_operation(backend):
     of_keys = means(jnp.asarray(ARRAYS["key"]), block_rows(jnp.asarray(STARTS), SIZE)[0])
     arguments = {"means": of_keys, "starts": STARTS, "q_start": np.int32(8), "block_size": SIZE, "num_blocks": 4}

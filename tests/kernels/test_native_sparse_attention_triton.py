@@ -39,6 +39,7 @@ def starts_of(t, *cuts):
     return starts
 
 
+@pytest.mark.slow
 def test_a_padded_group_blocks_of_two_tiles_and_lists_of_many_parts(monkeypatch):
     monkeypatch.setattr(triton_lists, "PART", 16)
     t = 150

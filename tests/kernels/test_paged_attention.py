@@ -28,7 +28,7 @@ CASES = [(o, c) for o in (op, page_op, decode_op) for c in o.cases if "bench" no
         pytest.param(
             o,
             c,
-            marks=[pytest.mark.slow] * (c.name not in ("together", "int8") or o is page_op),
+            marks=[pytest.mark.slow] * (c.name != "together" or o is page_op),
             id=f"{o.name}-{c.name}",
         )
         for o, c in CASES

@@ -54,7 +54,8 @@ def check_random(seed, index, cuts, lens):
         assert a[written].tobytes() == b[written].tobytes()
 
 
-@pytest.mark.parametrize("index", [1, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 2, 3, 4))])
+@pytest.mark.slow  # a batch of every kind is quick in test_ops.py
+@pytest.mark.parametrize("index", range(5))
 @given(**CALL)
 @settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
 def test_random_batches(index, seed, cuts, lens):
@@ -83,11 +84,12 @@ def compared(operation, allowed=FLOAT32, **arguments):
 # -- blocks, lists, NaN ---------------------------------------------------------------------------------------------------
 
 
-def test_one_product_of_all_heads_and_words_of_two():
+@pytest.mark.parametrize("queries", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_one_product_of_all_heads_and_words_of_two(queries):
     """Pages of bfloat16: tiles of one query take heads as they lie, the others take them apart as halves of words."""
     a = rows_of(np.random.default_rng(1), 3, 3, 48, [48, 17, 0], "bfloat16")
-    compared(page_op, 1.6e-2, **a, cfg=replace(SMALL, mixed_rows=4))
-    compared(page_op, 1.6e-2, **(a | {"query": a["query"][:, :1]}), cfg=SMALL)
+    cfg = SMALL if queries == 1 else replace(SMALL, mixed_rows=4)
+    compared(page_op, 1.6e-2, **(a | {"query": a["query"][:, :queries]}), cfg=cfg)
 
 
 @pytest.mark.slow  # its code is quick, and the contract takes both
@@ -246,6 +248,7 @@ def test_rows_are_written_in_the_caches_own_memory():
     assert memory.temp_size_in_bytes < cache / 8 and memory.alias_size_in_bytes == 2 * cache
 
 
+@pytest.mark.slow
 def test_the_cache_of_v2_is_not_rearranged():
     """Its heads of keys and values lie side by side; as wide slots, as the contract takes them, they would be copied."""
     shape = jax.ShapeDtypeStruct

@@ -66,7 +66,8 @@ def test_one_head_of_8_bits_and_of_keys_beside_values(rows_of_slots):
     assert all(rows_of_slots)
 
 
-@pytest.mark.parametrize(("T", "heads"), [(3, 1), *(pytest.param(T, 2, marks=SLOW) for T in (1, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("T", "heads"), [(3, 1), (1, 2), (3, 2)])
 def test_the_lse(T, heads):
     """Of sinks too, and -inf of a request without keys; where tables take several launches, each has its own rows."""
     a = rows_of(np.random.default_rng(3), 3, T, 48, LENS)
@@ -85,8 +86,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=SLOW), "bfloat16"])
-@pytest.mark.parametrize("call", ["mixed", *(pytest.param(name, marks=SLOW) for name in ("decode", "odd_pages"))])
+@pytest.mark.slow  # latents over pages are quick in test_ops.py
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("call", ["mixed", "decode", "odd_pages"])
 def test_latents(call, dtype, monkeypatch):
     """Values are the first numbers of keys; slots without an entry are NaN, and rows of no request are 0."""
     monkeypatch.setattr(latents, "BLOCK_BYTES", 2**14)  # requests have several blocks

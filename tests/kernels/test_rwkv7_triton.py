@@ -97,7 +97,8 @@ def test_documents_and_padding(splits):
     compared(spoiled(clean, ids, *ROUNDED, "w"), clean, chunk=16, splits=splits)
 
 
-@pytest.mark.parametrize("splits", [slow(1), 2])
+@pytest.mark.slow  # packed sequences in the same blocks are quick in test_delta_triton.py
+@pytest.mark.parametrize("splits", [1, 2])
 def test_packed_sequences_with_states(splits):
     rng = np.random.default_rng(4)
     ids = np.sort(rng.choice([0, 1, 3, 4], (1, 60)), axis=1).astype(np.int32)  # sequence 2 is empty

@@ -62,7 +62,8 @@ def test_chunks_of_256_tokens():
 
 
 # Channels of 128 lie after the tokens, others before them.
-@pytest.mark.parametrize("H", [128, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow  # packed sequences are quick in test_ops.py
+@pytest.mark.parametrize("H", [128, 8])
 def test_documents_and_what_padding_holds(H):
     rng = np.random.default_rng(1)
     ids, state = documents(rng, 1, 150), rng.standard_normal((1, 1, 2, H, 4)).astype(np.float32)
