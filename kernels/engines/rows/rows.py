@@ -10,13 +10,11 @@ WIDEST = 32768
 # From this width on, a backward is fastest with one large program per multiprocessor (measured, benchmarks/results).
 WIDE = 4096
 
-# The forward splits a row into chunks where padding it to a power of two would make it wider than MOST_IDLE times its width. On
-# an H200, rows of 4,672 and 8,584 entries then take 0.72 of the time of one tile.
-MOST_IDLE = 1.15
-# Columns of a chunk and warps of a program: of rows narrower than WIDE, and of others. Rows narrower than two such chunks have
-# chunks of fewer columns and as many more rows, but no fewer columns than NARROWEST_CHUNK.
+# The forward splits a row into chunks if it has at least NARROWEST_CUT entries, and padding it to a power of two would make it
+# wider than MOST_IDLE times its width. On an H200, rows of 4,672 and 8,584 entries then take 0.72 of the time of one tile.
+NARROWEST_CUT, MOST_IDLE = 2048, 1.125
+# Columns of a chunk and warps of a program: of rows narrower than WIDE, and of others.
 CHUNK_AND_WARPS = (1024, 4), (2048, 8)
-NARROWEST_CHUNK = 64
 
 # VMEM for a kernel's blocks and temporaries. The smallest default limit of a chip is 16 MiB.
 VMEM_BUDGET = 12 * 2**20
@@ -33,26 +31,18 @@ def tiles(D: int) -> tuple[int, int]:
     return 1, max(16, power_of_two(D))
 
 
-def _chunks(D: int, chunk: int) -> int:
-    return -(-D // chunk)
-
-
 def forward_tiles(D: int) -> tuple[int, int]:
     """Returns the same for a forward, whose last chunk may be cut off: as much of a power of two as is idle else."""
-    chunks, block_d = tiles(D)
-    if chunks > 1 or block_d <= MOST_IDLE * D:
-        return chunks, block_d
+    if not is_cut(D):
+        return tiles(D)
     chunk, _ = CHUNK_AND_WARPS[D >= WIDE]
-    if D < 2 * chunk:
-        while chunk > NARROWEST_CHUNK and _chunks(D, chunk) * chunk > MOST_IDLE * D:
-            chunk //= 2
-    chunks = _chunks(D, chunk)
-    return (chunks, chunk) if chunks * chunk < block_d else (1, block_d)
+    return -(-D // chunk), chunk
 
 
 def is_cut(D: int) -> bool:
     """Returns whether the rows of a forward have chunks of which the last is cut off."""
-    return forward_tiles(D) != tiles(D)
+    chunks, block_d = tiles(D)
+    return chunks == 1 and D >= NARROWEST_CUT and block_d > MOST_IDLE * D
 
 
 def rows(D: int, elements: int) -> int:
@@ -74,12 +64,11 @@ def shapes(D: int, itemsize: int, *, crowded: bool = False) -> tuple[int, int, i
         whose sums have as many rows as the tile.
     """
     chunks, block_d = tiles(D)
-    forward_rows = rows(D, 4096)
     # 8 elements of a chunk per thread are one load of 16 bytes for a 16-bit type.
-    forward_warps = warps(forward_rows * block_d, 16 if chunks == 1 else 8)
-    if is_cut(D):
-        columns, forward_warps = CHUNK_AND_WARPS[D >= WIDE]
-        forward_rows = max(forward_rows, columns // forward_tiles(D)[1])
+    forward_rows = rows(D, 4096)
+    forward_warps = (
+        CHUNK_AND_WARPS[D >= WIDE][1] if is_cut(D) else warps(forward_rows * block_d, 16 if chunks == 1 else 8)
+    )
     if chunks > 1:
         backward_rows = rows(D, 2048)
         backward_warps = warps(backward_rows * block_d, 4)
