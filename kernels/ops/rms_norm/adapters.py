@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
+from kernels.engines.rows.norms import NormConfig
 from kernels.framework.contract import Saved
 from kernels.ops.rms_norm.contract import add_op, cotangents_op, norm_of, op
+
+
+def _of_backward(facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns the facts of a backward that is an operation of its own: its configurations have no tunables of a forward."""
+
+    def backward(cfg: NormConfig) -> NormConfig:
+        return replace(cfg, block_rows=None, num_warps=None)
+
+    if "heuristic" not in facts:
+        return facts
+    return facts | {
+        "heuristic": lambda call, platform: backward(facts["heuristic"](call, platform)),
+        "candidates": lambda call: list(dict.fromkeys(map(backward, facts["candidates"](call)))),
+    }
 
 
 def register(name: str, engine: Any) -> None:
@@ -31,5 +47,5 @@ def register(name: str, engine: Any) -> None:
         return made["x"].astype(x.dtype), made["weight"].astype(weight.dtype)
 
     op.register(forward, backward, name=name, **engine.FACTS)
-    cotangents_op.register(cotangents, name=name, **engine.FACTS)
+    cotangents_op.register(cotangents, name=name, **_of_backward(engine.FACTS))
     add_op.register(forward_add, backward_add, name=name, **engine.FACTS)
