@@ -130,7 +130,24 @@ def _permute_bytes(low: Any, high: Any, places: Any) -> Any:
     return result.view(np.int32).view(Tensor)
 
 
+def _four_bytes(dtype: Any) -> Callable[..., Any]:
+    """Returns the 8-bit floats next to four numbers, in one word."""
+
+    def words(*numbers: Any) -> Any:
+        codes = [np.asarray(x, np.float32).astype(dtype).view(np.uint8).astype(np.int32) << 8 * i for i, x in enumerate(numbers)]
+        return functools.reduce(np.bitwise_or, codes).view(Tensor)
+
+    return words
+
+
+_FOUR = (
+    "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{0}x2.f32 lo, $2, $1; cvt.rn.satfinite.{0}x2.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
+)
 _INSTRUCTIONS: dict[str, Any] = {
+    _FOUR.format("e4m3"): _four_bytes(ml_dtypes.float8_e4m3fn),
+    _FOUR.format("e5m2"): _four_bytes(ml_dtypes.float8_e5m2),
+    "ex2.approx.ftz.f32 $0, $1;": np.exp2,
+    "rcp.approx.ftz.f32 $0, $1;": lambda x: np.divide(np.float32(1), x),
     "prmt.b32 $0, $1, $2, $3;": _permute_bytes,
     "fma.rn.bf16x2 $0, $1, $2, $3;": _fma_of_pairs(ml_dtypes.bfloat16),
     "fma.rn.f16x2 $0, $1, $2, $3;": _fma_of_pairs(np.float16),
@@ -278,6 +295,11 @@ _LANGUAGE = _Words(
     int32=np.dtype(np.int32),
     uint16=np.dtype(np.uint16),
     uint8=np.dtype(np.uint8),
+    float8e4nv=np.dtype(ml_dtypes.float8_e4m3fn),
+    float8e5=np.dtype(ml_dtypes.float8_e5m2),
+    div_rn=lambda x, y: np.divide(np.float32(x) if isinstance(x, float) else x, y),
+    pointer_type=lambda dtype: dtype,
+    static_assert=lambda holds, *message: None,
     program_id=lambda axis: tensor(here.program.index),
     num_programs=lambda axis: tensor(1 if axis else here.program.count),
     num_warps=lambda: 4,

@@ -94,6 +94,11 @@ class Pointer:
 
     __radd__ = __add__
 
+    def to(self, dtype: np.dtype) -> Any:
+        """Returns the address of the same bytes as numbers of another size."""
+        index = self._index * self._array.itemsize // dtype.itemsize
+        return Pointer(self._name, self._array.view(dtype), index)
+
     def entries(self, mask: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns (the flat array, indices of the entries in it, which entries are active)."""
         shape = np.broadcast_shapes(np.shape(self._index), np.shape(mask))
