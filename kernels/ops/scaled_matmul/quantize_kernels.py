@@ -22,7 +22,8 @@ from kernels.engines.matmul.triton_activations import activation
 
 LEAST = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
 _WORD = (
-    "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{0}x2.f32 lo, $2, $1; cvt.rn.satfinite.{0}x2.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
+    "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{0}x2.f32 lo, $2, $1; "
+    "cvt.rn.satfinite.{0}x2.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
 )
 E4M3_WORD, E5M2_WORD = (gl.constexpr(_WORD.format(name)) for name in ("e4m3", "e5m2"))
 
@@ -120,7 +121,9 @@ def _words(a, b, c, d, E5M2: gl.constexpr):
 
 
 @gluon.jit
-def _write_tile(tile, of_rows, of_columns, values_ptr, turned_ptr, i, j, M: gl.constexpr, D: gl.constexpr, E5M2: gl.constexpr):
+def _write_tile(
+    tile, of_rows, of_columns, values_ptr, turned_ptr, i, j, M: gl.constexpr, D: gl.constexpr, E5M2: gl.constexpr
+):
     """Writes the values of tile (i, j), of 128 rows and columns, as they are and turned, and returns the scales of its rows and
     columns, given the bits of the largest magnitudes that these are of."""
     MOST: gl.constexpr = 57344.0 if E5M2 else 448.0
@@ -292,5 +295,7 @@ def activation_cotangents_kernel(
         wide = d[k].to(gl.float32)
         # Rounded, both fit into registers side by side.
         d_gate, d_up = d_gate + ((wide * up[k].to(gl.float32) * slope).to(dtype),), d_up + ((wide * act).to(dtype),)
-    _quantise_tile(d_gate, gate_values_ptr, gate_scale_ptr, gate_turned_ptr, gate_turned_scale_ptr, i, j, M, F, 1, 128, False)
+    _quantise_tile(
+        d_gate, gate_values_ptr, gate_scale_ptr, gate_turned_ptr, gate_turned_scale_ptr, i, j, M, F, 1, 128, False
+    )
     _quantise_tile(d_up, up_values_ptr, up_scale_ptr, up_turned_ptr, up_turned_scale_ptr, i, j, M, F, 1, 128, False)

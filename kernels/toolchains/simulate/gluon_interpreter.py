@@ -134,14 +134,18 @@ def _four_bytes(dtype: Any) -> Callable[..., Any]:
     """Returns the 8-bit floats next to four numbers, in one word."""
 
     def words(*numbers: Any) -> Any:
-        codes = [np.asarray(x, np.float32).astype(dtype).view(np.uint8).astype(np.int32) << 8 * i for i, x in enumerate(numbers)]
+        codes = [
+            np.asarray(x, np.float32).astype(dtype).view(np.uint8).astype(np.int32) << 8 * i
+            for i, x in enumerate(numbers)
+        ]
         return functools.reduce(np.bitwise_or, codes).view(Tensor)
 
     return words
 
 
 _FOUR = (
-    "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{0}x2.f32 lo, $2, $1; cvt.rn.satfinite.{0}x2.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
+    "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{0}x2.f32 lo, $2, $1; "
+    "cvt.rn.satfinite.{0}x2.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
 )
 _INSTRUCTIONS: dict[str, Any] = {
     _FOUR.format("e4m3"): _four_bytes(ml_dtypes.float8_e4m3fn),

@@ -52,12 +52,7 @@ class Tensor(np.ndarray):
     def __mod__(self, other: Any) -> Any:
         return np.fmod(self, other)
 
-    __iadd__, __isub__, __imul__, __ixor__ = (
-        np.ndarray.__add__,
-        np.ndarray.__sub__,
-        np.ndarray.__mul__,
-        np.ndarray.__xor__,
-    )
+    __iadd__, __isub__, __imul__, __ixor__ = (getattr(np.ndarray, f"__{n}__") for n in ("add", "sub", "mul", "xor"))
 
     @property
     def type(self) -> Any:
