@@ -376,9 +376,9 @@ def pair_cotangents(pair, d, activation, cfg):
 
 # The fastest on an H200 of 4, 8 and 16 for [32768, 8192], with scales of blocks and of whole rows.
 for _op, _function, _warps, _whole in (
-    (both_ways_op, both_ways, 8, 4),
-    (norm_both_ways_op, normalised, 8, 4),
-    (activate_op, activate, 8, 8),
+    (both_ways_op, both_ways, 8, 8),
+    (norm_both_ways_op, normalised, 8, 8),
+    (activate_op, activate, 16, 8),
     (cotangents_op, cotangents, 16, 8),
     (rows_op, quantise_rows, 4, None),
     (activate_rows_op, activate_pairs, 4, None),
