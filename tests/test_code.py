@@ -171,8 +171,8 @@ SPILLS = {
     ("scaled_grouped_matmul", "qwen3_down", 90): 16,
     ("scaled_grouped_matmul", "mixtral_up_rows", 90): 32,
     # Two cotangents of 128 by 128 side by side; half of the warps have registers for them, and hide less of the loads.
-    ("activation_cotangents", "silu", 90): 104,
-    ("activation_cotangents", "mlp_8k", 90): 104,
+    ("activation_cotangents", "silu", 90): 92,
+    ("activation_cotangents", "mlp_8k", 90): 92,
     # Chunks of few channels: the assembler takes 96 registers, or 128, and a few bytes more.
     ("delta_rule", "small", 90): 8,
     ("delta_rule", "small", 80): 4,
