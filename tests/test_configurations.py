@@ -194,8 +194,8 @@ def put(cfg, path, value):
     return dataclasses.replace(cfg, **{name: put(getattr(cfg, name), rest, value) if rest else value})
 
 
-# Quantized weights have no gradient, and a backward by itself has no forward.
-NOT_READ = {("grouped_matmul_quantized", "d_rhs"), ("rms_norm_cotangents", "num_warps")}
+# Quantized weights have no gradient.
+NOT_READ = {("grouped_matmul_quantized", "d_rhs")}
 TRITON = [op for op in kernels.operations().values() if op.backends.get("triton_gpu") and op.config]
 
 
