@@ -97,11 +97,4 @@ FAULTS = (
         "True",
         FITS,
     ),
-    Fault(
-        "delta on Hopper: decays of channels are taken for those of a head",
-        "gluon_delta_calls:fits",
-        "$x.a is None or $x.a.ndim == 3",
-        "True",
-        FITS,
-    ),
 )

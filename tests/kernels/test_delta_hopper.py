@@ -32,6 +32,13 @@ def drawn(B, T, K, N, dtype, ids, decay):
     return x | {name: x[name].astype(dtype) for name in PADDED}
 
 
+def decays_of_channels(arguments):
+    """Returns the arguments with a decay for each channel, some of them strong, and as many heads of keys as of values."""
+    rng, (B, T, N, _) = np.random.default_rng(4), arguments["value"].shape
+    g = np.where(rng.random((B, T, N, 128)) < 0.01, -20.0, -np.exp(rng.standard_normal((B, T, N, 128)) - 4))
+    return arguments | {"g": jnp.asarray(g.astype(np.float32))}
+
+
 def gradients_of(arguments, d, in_one):
     cfg = replace(TILES, in_one=in_one, keeps=True)
     return value_and_gradients(functools.partial(op, platform="triton", cfg=cfg), arguments, d)[1]
@@ -40,9 +47,11 @@ def gradients_of(arguments, d, in_one):
 @pytest.mark.parametrize(
     ("dtype", "documents", "gate", "heads"),
     [
-        ("bfloat16", True, True, (1, 2)),
-        pytest.param("float16", False, False, (2, 2), marks=pytest.mark.slow),
-        pytest.param("bfloat16", False, True, (1, 3), marks=pytest.mark.slow),
+        ("bfloat16", True, "head", (1, 2)),
+        ("bfloat16", True, "channel", (1, 2)),
+        pytest.param("float16", False, None, (2, 2), marks=pytest.mark.slow),
+        pytest.param("bfloat16", False, "head", (1, 3), marks=pytest.mark.slow),
+        pytest.param("float16", False, "channel", (3, 3), marks=pytest.mark.slow),
     ],
 )
 def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents, gate, heads):
@@ -50,8 +59,10 @@ def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents,
     T = 192
     ids = np.repeat([[-1, 0, 1, -1, 2, -1]], [5, 30, 40, 4, 104, 9], axis=1).astype(np.int32) if documents else None
     clean = drawn(1, T, *heads, dtype, ids, -np.inf if documents else None)  # mild decays leave something of a state
-    if not gate:
+    if gate is None:
         del clean["g"]
+    elif gate == "channel":
+        clean = decays_of_channels(clean)
     wide = {n: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for n, x in clean.items()}
     wanted, d = value_and_gradients(functools.partial(op, platform="xla"), wide)[1:]
     arguments = clean if ids is None else spoiled(clean, ids, *PADDED)
@@ -61,7 +72,7 @@ def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents,
         monkeypatch.setattr(gluon_delta_calls, "MULTIPROCESSORS", 1)  # which has more chunks than slots for their keys
         three, one = (gradients_of(arguments, d, in_one) for in_one in (False, True))
     for name in wanted:
-        assert error(one[name], wanted[name]) <= 5e-3, name
+        assert error(one[name], wanted[name]) <= min(1e-2, 1.1 * error(three[name], wanted[name])), name
         assert error(one[name], three[name]) <= 2e-4, name
 
 
@@ -72,7 +83,7 @@ def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents,
         ({"T": 96}, False),
         ({"Hv": 64}, False),
         ({"dtype": "float32"}, False),
-        ({"channels": 128}, False),
+        ({"channels": 128}, True),
         ({"chunk": 32}, False),
         ({"states": 2}, False),
         ({"capability": 80}, False),
@@ -80,7 +91,7 @@ def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents,
     ids=str,
 )
 def test_which_calls_it_has(changed, there):
-    """Whole chunks of 64 tokens, heads of 128 channels, 16 bits, a decay for each head, one state, on Hopper."""
+    """Whole chunks of 64 tokens, heads of 128 channels, 16 bits, one state, on Hopper; decays of heads and of channels."""
     how = {
         "T": 128,
         "Hv": 128,

@@ -21,26 +21,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from kernels.engines.scan.gluon_tiles import (
+    HALVES,
+    SQUARE,
+    TILES,
+    WIDE,
+    WIDTH,
+    C,
+    again,
+    clear,
+    load_half,
+    of_values,
+    product_of,
+    store_half,
+)
 from kernels.toolchains.gluon import SWIZZLED
 
-C = gl.constexpr(64)  # tokens of a chunk, and rows and columns of a tile
-WIDTH = gl.constexpr(128)  # channels of keys and of values
-HALVES = gl.constexpr(2)
-TILES = gl.constexpr(8)  # of a stage: see `_load`
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SLOTS = gl.constexpr(HALVES * TILES)
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
-WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 contiguous bytes a thread
 
 
 @gluon.jit
-def _load(descs, common, stages, ITEMS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, HEADS: gl.constexpr):
-    """Loads queries and keys of each item into one of two slots; cotangents of outputs, what is written, its gradients, values,
-    states and gradients of states of each head into two stages, one for each half of the columns."""
-    q_desc, k_desc, d_out_desc, written_desc, du_desc, v_desc, states_desc, d_states_desc = descs
+def _load(
+    of_keys, descs, common, stages, ITEMS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, HEADS: gl.constexpr
+):
+    """Loads queries and keys of each item into one of two slots, and what each head has of columns into two stages."""
+    q_desc, k_desc = of_keys
     keys, keys_full, keys_free = common
     tiles, full, free = stages
     turn, visit = 0, 0
@@ -59,31 +68,8 @@ def _load(descs, common, stages, ITEMS: gl.constexpr, CHUNKS: gl.constexpr, GROU
             state = ((chunk // CHUNKS * (GROUPS * HEADS) + n) * CHUNKS + chunk % CHUNKS) * WIDTH
             for half in gl.static_range(HALVES):
                 mbarrier.wait(free.index(half), (visit & 1) ^ 1)
-                arrived = full.index(half)
-                mbarrier.expect(arrived, TILES * q_desc.nbytes_per_cta)
-                at, first = n * WIDTH + half * C, half * TILES
-                tma.async_load(d_out_desc, [chunk * C, at], arrived, tiles.index(first))
-                tma.async_load(written_desc, [chunk * C, at], arrived, tiles.index(first + 1))
-                tma.async_load(du_desc, [chunk * C, at], arrived, tiles.index(first + 2))
-                for side in gl.static_range(2):
-                    row = state + side * C
-                    tma.async_load(states_desc, [row, half * C], arrived, tiles.index(first + 4 + side))
-                    tma.async_load(d_states_desc, [row, half * C], arrived, tiles.index(first + 6 + side))
-                tma.async_load(v_desc, [chunk * C, at], arrived, tiles.index(first + 3))
+                load_half(descs, tiles, half, full.index(half), chunk, n, state, half)
             visit += 1
-
-
-@gluon.jit
-def _product(a, b, sums, use):
-    return warpgroup_mma(a, b, sums, use_acc=use, is_async=True)
-
-
-@gluon.jit
-def _again(x):
-    """Returns an integer as it is. What follows from it is computed after, where the compiler would do so before a loop, and
-    have no registers to keep it."""
-    same: gl.constexpr = "mov.b32 $0, $1;"
-    return gl.inline_asm_elementwise(same, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -101,18 +87,6 @@ def _run(ptr):
 
 
 @gluon.jit
-def _clear(tiles, index, runs_ptr, COUNT: gl.constexpr):
-    """Sets tokens of padding to zero in tiles of one chunk: they may hold anything, even NaN. Each warpgroup does it for
-    itself: what the other writes is the same."""
-    for tile in gl.static_range(COUNT):
-        for i in gl.static_range(4):
-            rows = 16 * i + gl.arange(0, 16, gl.SliceLayout(1, WIDE))
-            part = tiles.index(index + tile).slice(16 * i, 16, 0)
-            x = part.load(WIDE)
-            part.store(gl.where((gl.load(runs_ptr + rows) >= 0)[:, None], x, gl.zeros_like(x)))
-
-
-@gluon.jit
 def _decays(a_ptr, at, runs_ptr, t, s, later, STRICT: gl.constexpr):
     """Returns the decay from each token s to each t >= s, or t > s, [t, s]; 0 for other pairs, and across documents."""
     decay = gl.zeros([C, C], gl.float32, SQUARE)
@@ -120,9 +94,9 @@ def _decays(a_ptr, at, runs_ptr, t, s, later, STRICT: gl.constexpr):
         left = gl.load(a_ptr + at + s)
         for i in gl.static_range(3):
             near, left = _rounded(left)
-            t = _again(t)  # parts one after another: there are no registers for three
+            t = again(t)  # parts one after another: there are no registers for three
             part = gl.where(t[:, None] >= s[None, :], near[None, :], gl.zeros([C, C], gl.bfloat16, SQUARE))
-            decay = _product(gl.convert_layout(part, LEFT), later, decay, i > 0)
+            decay = product_of(gl.convert_layout(part, LEFT), later, decay, i > 0)
             decay = warpgroup_mma_wait(0, (decay,))
     seen = t[:, None] > s[None, :] if STRICT else t[:, None] >= s[None, :]
     if runs_ptr is not None:
@@ -136,22 +110,9 @@ def _passing(between, later):
     sums = gl.zeros([C, C], gl.float32, SQUARE)
     for i in gl.static_range(2):
         near, between = _rounded(between)
-        sums = _product(gl.convert_layout(near, LEFT), later.permute((1, 0)), sums, i > 0)
+        sums = product_of(gl.convert_layout(near, LEFT), later.permute((1, 0)), sums, i > 0)
         sums = warpgroup_mma_wait(0, (sums,))
     return sums
-
-
-@gluon.jit
-def _of_values(du, v, beta_ptr, dv_ptr, chunk, column, sums, ROW: gl.constexpr, STRIDE: gl.constexpr):
-    """Stores gradients of 16 rows of values, and returns sums of their products with du."""
-    du, v = du.slice(ROW, 16, 0).load(WIDE), v.slice(ROW, 16, 0).load(WIDE)
-    rows = ROW + _again(gl.arange(0, 16, gl.SliceLayout(1, WIDE)))
-    columns = gl.arange(0, C, gl.SliceLayout(0, WIDE))
-    d = du.to(gl.float32)
-    beta = gl.load(beta_ptr + rows)
-    where = (chunk * C + rows).to(gl.int64)[:, None] * STRIDE + (column + columns)[None, :]
-    gl.store(dv_ptr + where, (d * beta[:, None]).to(dv_ptr.dtype.element_ty))
-    return sums + gl.sum(d * v.to(gl.float32), axis=1)
 
 
 @gluon.jit
@@ -159,15 +120,6 @@ def _folded(tile, product, sums, total, weights):
     """Returns (sums of the product of a tile with each row, added to `sums`; the weighed product, added to `total`)."""
     sums += gl.sum(tile.load(SQUARE).to(gl.float32) * product, axis=1)
     return sums, total + product * weights[:, None]
-
-
-@gluon.jit
-def _store_half(ptr, x, tile, chunk, column, STRIDE: gl.constexpr):
-    """Stores half of the channels of a chunk through a tile, so that each thread writes 16 contiguous bytes."""
-    tile.store(x.to(tile.dtype))
-    rows = (chunk * C + gl.arange(0, C, gl.SliceLayout(1, WIDE))).to(gl.int64)
-    columns = column + gl.arange(0, C, gl.SliceLayout(0, WIDE))
-    gl.store(ptr + rows[:, None] * STRIDE + columns[None, :], tile.load(WIDE))
 
 
 @gluon.jit
@@ -195,7 +147,7 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             runs = runs_ptr + chunk * C
             padded = gl.max(gl.where(gl.load(runs + t) < 0, 1, 0), axis=0) > 0
             if padded:
-                _clear(keys, 4 * slot, runs, 4)
+                clear(keys, 4 * slot, runs, 4)
                 fence_async_shared()
         dq, dk = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([C, C], gl.float32, SQUARE)
         for j in range(HEADS):
@@ -203,10 +155,10 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             index = (chunk // CHUNKS * N + n) * CHUNKS + chunk % CHUNKS
             at = index * C  # [B, N, T]: chunks have 64 tokens
             phase = visit & 1
-            zero = visit - _again(visit)
+            zero = visit - again(visit)
             first_square, second_square, one_later = squares.index(zero), squares.index(zero + 1), later.index(zero)
             mine = first_square if WHICH == 0 else second_square
-            t = _again(t)
+            t = again(t)
             enters, leaves = gl.load(enters_ptr + at + t), gl.load(leaves_ptr + at + t)
             beta = gl.load(beta_ptr + at + t)
             zeros = gl.zeros([C, C], gl.float32, SQUARE)
@@ -218,32 +170,32 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             # How many halves there are is known at run time only: else addresses of all tiles would be registers.
             for half in range(HALVES * gl.num_programs(1)):
                 first = half * TILES
-                keys_of = 4 * _again(slot) + WHICH
+                keys_of = 4 * again(slot) + WHICH
                 q, k = keys.index(keys_of), keys.index(keys_of + 2)
                 mbarrier.wait(full.index(half), phase)
                 if runs_ptr is not None:
                     if padded:
-                        _clear(tiles, first, runs, 1)
-                        _clear(tiles, first + 3, runs, 1)
+                        clear(tiles, first, runs, 1)
+                        clear(tiles, first + 3, runs, 1)
                         fence_async_shared()
                 d_out, written, du = tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
                 state, d_state = tiles.index(first + 4 + WHICH), tiles.index(first + 6 + WHICH)
-                d_write = _product(written, d_state.permute((1, 0)), zeros, False)
-                pairs = _product(d_out if WHICH == 0 else du, written.permute((1, 0)), pairs, half > 0)
-                d_read = _product(d_out, state.permute((1, 0)), zeros, False)
+                d_write = product_of(written, d_state.permute((1, 0)), zeros, False)
+                pairs = product_of(d_out if WHICH == 0 else du, written.permute((1, 0)), pairs, half > 0)
+                d_read = product_of(d_out, state.permute((1, 0)), zeros, False)
                 d_write, pairs = warpgroup_mma_wait(1, (d_write, pairs))
                 writing, dk = _folded(k, d_write, writing, dk, leaves)
                 if a_ptr is not None:
                     for i in gl.static_range(4):
                         x, y = state.slice(16 * i, 16, 0).load(WIDE), d_state.slice(16 * i, 16, 0).load(WIDE)
                         passed += x.to(gl.float32) * y.to(gl.float32)
-                wide = _product(du, state.permute((1, 0)), zeros, False)
+                wide = product_of(du, state.permute((1, 0)), zeros, False)
                 d_read = warpgroup_mma_wait(1, (d_read,))
                 reading, dq = _folded(q, d_read, reading, dq, enters * SCALE)
                 value = tiles.index(first + 3)
                 column = n * WIDTH + half * C
-                upper = _of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, upper, 32 * WHICH, N * WIDTH)
-                lower = _of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, lower, 32 * WHICH + 16, N * WIDTH)
+                upper = of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, upper, 32 * WHICH, N * WIDTH)
+                lower = of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, lower, 32 * WHICH + 16, N * WIDTH)
                 wide = warpgroup_mma_wait(0, (wide,))
                 old, dk = _folded(k, wide, old, dk, enters * -beta)
                 mbarrier.arrive(free.index(half))
@@ -251,17 +203,17 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             here = 2 * B * N * T + at + 32 * WHICH + rows
             gl.store(dbeta_ptr + here, upper)
             gl.store(dbeta_ptr + here + 16, lower)
-            t = _again(t)  # loaded again: in the loop there are no registers for them
+            t = again(t)  # loaded again: in the loop there are no registers for them
             enters, leaves = gl.load(enters_ptr + at + t), gl.load(leaves_ptr + at + t)
             beta = gl.load(beta_ptr + at + t)
             reading, writing, back = reading * (enters * SCALE), writing * leaves, enters * -beta
             # What passes through pairs of the chunk.
             pairs *= _decays(a_ptr, at, runs, t, u, one_later, WHICH == 1)
-            base = 4 * _again(slot)
+            base = 4 * again(slot)
             products = zeros
             for side in gl.static_range(2):
                 left, right = keys.index(base + 2 * WHICH + side), keys.index(base + 2 + side)
-                products = _product(left, right.permute((1, 0)), products, side > 0)
+                products = product_of(left, right.permute((1, 0)), products, side > 0)
             mbarrier.wait(read, phase ^ 1)
             if WHICH == 0:
                 pairs *= SCALE
@@ -278,16 +230,16 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             gl.store(dbeta_ptr + WHICH * (B * N * T) + at + t, d_beta)
             if a_ptr is not None:
                 ends = _passing(between, one_later) + (reading + old * back)[:, None]
-                t = _again(t)
+                t = again(t)
                 sums = gl.sum(gl.where(t[:, None] >= u[None, :], ends, writing[:, None]), axis=0)
                 gl.store(da_ptr + WHICH * (B * N * T) + at + u, sums + through_states)
             mbarrier.wait(ready, phase)
-            keys_of = 4 * _again(slot) + WHICH
+            keys_of = 4 * again(slot) + WHICH
             q, k = keys.index(keys_of), keys.index(keys_of + 2)
-            dq = _product(first_square, k, dq, True)
-            dk = _product(first_square.permute((1, 0)), q, dk, True)
-            dk = _product(second_square, k, dk, True)
-            dk = _product(second_square.permute((1, 0)), k, dk, True)
+            dq = product_of(first_square, k, dq, True)
+            dk = product_of(first_square.permute((1, 0)), q, dk, True)
+            dk = product_of(second_square, k, dk, True)
+            dk = product_of(second_square.permute((1, 0)), k, dk, True)
             dq, dk = warpgroup_mma_wait(0, (dq, dk))
             mbarrier.arrive(read)
             visit += 1
@@ -295,8 +247,8 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
         turn += 1
         mbarrier.wait(read, (visit & 1) ^ 1)  # both are done with the last squares: their tiles are free
         mine = squares.index(WHICH)
-        _store_half(dq_ptr, dq, mine, chunk, group * WIDTH + WHICH * C, GROUPS * WIDTH)
-        _store_half(dk_ptr, dk, mine, chunk, group * WIDTH + WHICH * C, GROUPS * WIDTH)
+        store_half(dq_ptr, dq, mine, chunk, group * WIDTH + WHICH * C, GROUPS * WIDTH)
+        store_half(dk_ptr, dk, mine, chunk, group * WIDTH + WHICH * C, GROUPS * WIDTH)
 
 
 @gluon.jit
@@ -331,7 +283,7 @@ def delta_gradients_kernel(
 ):
     dtype: gl.constexpr = q_desc.dtype
     keys = gl.allocate_shared_memory(dtype, [8, C, C], SWIZZLED)
-    tiles = gl.allocate_shared_memory(dtype, [HALVES * TILES, C, C], SWIZZLED)
+    tiles = gl.allocate_shared_memory(dtype, [SLOTS, C, C], SWIZZLED)
     squares = gl.allocate_shared_memory(dtype, [2, C, C], SWIZZLED)
     later = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)  # [u, s]: 1 where u > s
     rows, columns = gl.arange(0, C, gl.SliceLayout(1, WIDE)), gl.arange(0, C, gl.SliceLayout(0, WIDE))
@@ -350,7 +302,7 @@ def delta_gradients_kernel(
         mbarrier.init(free.index(i), count=2)
     mbarrier.init(ready, count=2)
     mbarrier.init(read, count=2)
-    descs = q_desc, k_desc, d_out_desc, written_desc, du_desc, v_desc, states_desc, d_states_desc
+    of_keys, descs = (q_desc, k_desc), (d_out_desc, written_desc, du_desc, v_desc, states_desc, d_states_desc)
     inputs, outputs = (
         (a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr),
         (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr),
@@ -360,7 +312,7 @@ def delta_gradients_kernel(
         [
             (_differentiate, (inputs, outputs, common, stages, shared, B, T, CHUNKS, GROUPS, HEADS, SCALE, 0)),
             (_differentiate, (inputs, outputs, common, stages, shared, B, T, CHUNKS, GROUPS, HEADS, SCALE, 1)),
-            (_load, (descs, common, stages, B * CHUNKS * GROUPS, CHUNKS, GROUPS, HEADS)),
+            (_load, (of_keys, descs, common, stages, B * CHUNKS * GROUPS, CHUNKS, GROUPS, HEADS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

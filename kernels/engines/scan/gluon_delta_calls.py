@@ -1,4 +1,4 @@
-"""Calls of the kernel in `gluon_delta.py`."""
+"""Calls of the kernels in `gluon_delta.py` and `gluon_channel.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan.gluon_channel import channel_products_kernel
 from kernels.engines.scan.gluon_delta import delta_gradients_kernel
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.toolchains.gluon import SWIZZLED
@@ -18,19 +19,20 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 def fits(x: Any, chunk: int, num_states: int) -> bool:
     """Returns whether the kernel has these tokens, `delta_tokens.Tokens`, on the GPU being compiled for."""
-    per_head = x.a is None or x.a.ndim == 3
     whole = num_states == 1 and chunk == CHUNK and x.q.shape[1] % CHUNK == 0
     wide = x.q.shape[-1] == x.v.shape[-1] == WIDTH and x.q.dtype.itemsize == 2
-    return per_head and whole and wide and compute_capability() == 90
+    return whole and wide and compute_capability() == 90
+
+
+def tiled(x: jax.Array) -> Any:
+    """Returns the descriptor of an array [B, T, heads, 128] or of states [..., 128, 128] in tiles."""
+    rows = x.size // WIDTH if x.ndim == 5 else x.shape[0] * x.shape[1]
+    return tensor_descriptor(x, (rows, x.size // rows), (CHUNK, CHUNK), SWIZZLED.value)
 
 
 def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
     """Returns what `triton_delta_calls.Launches.gradients` does."""
     x, (B, N, chunks), (T, K) = run.x, run.chunks, run.x.q.shape[1:3]
-
-    def tiles(y: jax.Array) -> Any:
-        shape = (y.size // WIDTH, WIDTH) if y.ndim == 5 else (B * T, y.size // (B * T))
-        return tensor_descriptor(y, shape, (CHUNK, CHUNK), SWIZZLED.value)
 
     def parts(number: int) -> Any:
         return jax.ShapeDtypeStruct((number, B, N, T), jnp.float32)
@@ -50,7 +52,7 @@ def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[s
     unused: dict[str, Any] = {"da_ptr": None} if x.a is None else {}
     results = triton_launch(
         delta_gradients_kernel,
-        *map(tiles, arrays),
+        *map(tiled, arrays),
         run.a,
         run.beta,
         *run.fades,
@@ -70,3 +72,28 @@ def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[s
     )
     d: dict[str, Any] = dict(zip(shapes, results, strict=True))
     return d | {name: run.layout.of_tokens(jnp.sum(d[name], 0)) if name in d else None for name in ("beta", "a")}
+
+
+def products(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns what `Chunks.states` and `Chunks.written` do, of `triton_channel_calls.py`."""
+    x, (B, N, chunks), of = run.x, run.chunks, run.decays_of
+    arrays = (d_out.astype(x.v.dtype), walked["written"], of_end["du"], x.v, walked["states"], of_end["d_states"])
+    of_states = (of.squares(), of.tokens(), of.tokens(), of.per_channel())
+    of_written = (of.squares(), of.tokens(), of.per_token(), jax.ShapeDtypeStruct(x.v.shape, x.v.dtype))
+    results = triton_launch(
+        channel_products_kernel,
+        *map(tiled, arrays),
+        run.beta,
+        run.layout.runs,
+        out_shape=(*of_states, *of_written),
+        grid=(min(MULTIPROCESSORS, B * chunks * N),),
+        num_warps=4,
+        B=B,
+        T=x.q.shape[1],
+        CHUNKS=chunks,
+        N=N,
+        STAGES=3,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+    return results[:4], results[4:]

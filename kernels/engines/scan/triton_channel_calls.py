@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan import gluon_delta_calls as gluon
 from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.chunks import ChunkConfig
@@ -292,8 +293,11 @@ class DeltaLaunches(delta.Launches):
     def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
         """Returns the gradients of q, k, v, beta and a. See `delta.Launches.gradients`."""
         states, written = found["states"], found["written"]
-        of_states = self.decays_of.states(written, d_out, states, of_end["d_states"])
-        *of_written, of_values, dv = self.decays_of.written(self.x.v, written, of_end["du"], states)
+        if self.in_one:
+            of_states, (*of_written, of_values, dv) = gluon.products(self, d_out, found, of_end)
+        else:
+            of_states = self.decays_of.states(written, d_out, states, of_end["d_states"])
+            *of_written, of_values, dv = self.decays_of.written(self.x.v, written, of_end["du"], states)
         d = self.decays_of.gradients(*self.decays, of_states, of_written)
         return d | {"v": dv, "beta": d["beta"] + self.layout.of_tokens(of_values)}
 

@@ -281,6 +281,8 @@ class Launches:
           found: "written" and "states" of `walk`.
           of_end: "du" and "d_states" of `reverse`.
         """
+        if self.in_one:
+            return gluon.gradients(self, d_out, found, of_end)
         x, cfg, (B, N, chunks), (T, K) = self.x, self.cfg, self.chunks, self.x.q.shape[1:3]
         read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
         of_reads = scalar.Launches(read, N, self.states[1], self.scale, cfg, None, self.fades)
@@ -384,5 +386,4 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = No
             starts = run.starts(maps, added)
         of_end = run.reverse(weights, solve, d_out, d_exits, ("du", "d_states", "d_entries"), starts)
     entries = None if run.x.entries is None else run.layout.exits(of_end["d_entries"], d_exits)
-    d = gluon.gradients(run, d_out, found, of_end) if run.in_one else run.gradients(d_out, found, of_end)
-    return d | {"entries": entries}
+    return run.gradients(d_out, found, of_end) | {"entries": entries}
