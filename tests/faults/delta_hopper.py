@@ -72,7 +72,7 @@ FAULTS = (
     Fault(
         "delta on Hopper: keys lack one side of the pairs of keys",
         "gluon_delta:_differentiate",
-        "$dk = _product($second.permute((1, 0)), $k, $dk, True)\n$dq, $dk = warpgroup_mma_wait(0, ($dq, $dk))",
+        "$dk = product_of($second.permute((1, 0)), $k, $dk, True)\n$dq, $dk = warpgroup_mma_wait(0, ($dq, $dk))",
         "$dq, $dk = warpgroup_mma_wait(0, ($dq, $dk))",
         DELTA,
     ),
@@ -81,6 +81,34 @@ FAULTS = (
         "gluon_delta:_differentiate",
         "-$old * $enters",
         "0.0 * $enters",
+        DELTA,
+    ),
+    Fault(
+        "delta of channels on Hopper: tiles are loaded while they are read",
+        "gluon_channel:_load",
+        "mbarrier.wait($free.index($stage), $phase ^ 1)",
+        "",
+        DELTA,
+    ),
+    Fault(
+        "delta of channels on Hopper: what padding holds is read",
+        "gluon_channel:_multiply",
+        "gl.max(gl.where(gl.load($$run) < 0, 1, 0), axis=0) > 0",
+        "False",
+        DELTA,
+    ),
+    Fault(
+        "delta of channels on Hopper: channels pass the state by the sums of others",
+        "gluon_channel:_multiply",
+        "gl.store($$where, $passed[$i])",
+        "gl.store($$where, $passed[0])",
+        DELTA,
+    ),
+    Fault(
+        "delta of channels on Hopper: half of the values have no gradient of their own",
+        "gluon_tiles:of_values",
+        "$row + again($$rows)",
+        "again($$rows)",
         DELTA,
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Parts shared by the Gluon kernels of gradients of delta rules: tiles of 64 by 64, how they arrive, what needs values alone."""
+"""Parts of the Gluon kernels of gradients of delta rules: tiles of 64 by 64, how they arrive, and what needs values alone."""
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
