@@ -125,4 +125,18 @@ FAULTS = (
         "True",
         FITS,
     ),
+    Fault(
+        "delta on Hopper: tokens past a chunk are its own",
+        "gluon_tiles:clear",
+        "load_tokens($runs, $rows, $count, -1, $ragged) >= 0",
+        "gl.load($runs + $rows) >= 0",
+        "tests/kernels/test_delta_hopper.py -k fewer_tokens",
+    ),
+    Fault(
+        "delta on Hopper: a chunk stores what tokens past it have",
+        "gluon_tiles:_store_rows",
+        "($rows < $count)[:, None] & ($columns >= 0)[None, :]",
+        "($rows >= 0)[:, None] & ($columns >= 0)[None, :]",
+        "tests/kernels/test_delta_hopper.py -k fewer_tokens",
+    ),
 )

@@ -23,10 +23,10 @@ TILES = ChunkConfig(chunk=64, block_v=64, num_warps=4, num_stages=1, splits=1, h
 PADDED = ("query", "key", "value")
 
 
-def drawn(B, T, K, N, dtype, ids, decay):
+def drawn(B, T, K, N, dtype, ids, decay, states=1):
     """Returns arguments in a dtype; decays, rates and states stay in float32."""
     rng = np.random.default_rng(3)
-    more = {"initial_state": rng.standard_normal((B, 1, N, 128, 128)).astype(np.float32)}
+    more = {"initial_state": rng.standard_normal((B, states, N, 128, 128)).astype(np.float32)}
     more |= {} if ids is None else {"segment_ids": ids}
     x = arguments_of(rng, B, T, K, N, 128, 128, 0.5, 1.5, decay, **more)
     return x | {name: x[name].astype(dtype) for name in PADDED}
@@ -39,9 +39,9 @@ def decays_of_channels(arguments):
     return arguments | {"g": jnp.asarray(g.astype(np.float32))}
 
 
-def gradients_of(arguments, d, in_one):
+def gradients_of(arguments, d, in_one, **options):
     cfg = replace(TILES, in_one=in_one, keeps=True)
-    return value_and_gradients(functools.partial(op, platform="triton", cfg=cfg), arguments, d)[1]
+    return value_and_gradients(functools.partial(op, platform="triton", cfg=cfg, **options), arguments, d)[1]
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,20 @@ def test_all_gradients_are_those_of_three_kernels(monkeypatch, dtype, documents,
     ("changed", "there"),
     [
         ({}, True),
-        ({"T": 96}, False),
+        ({"T": 96}, True),
+        ({"T": 96, "channels": 128}, False),
         ({"Hv": 64}, False),
         ({"dtype": "float32"}, False),
         ({"channels": 128}, True),
         ({"chunk": 32}, False),
-        ({"states": 2}, False),
+        ({"states": 2}, True),
+        ({"states": 2, "channels": 128}, False),
         ({"capability": 80}, False),
     ],
     ids=str,
 )
 def test_which_calls_it_has(changed, there):
-    """Whole chunks of 64 tokens, heads of 128 channels, 16 bits, one state, on Hopper; decays of heads and of channels."""
+    """Chunks of 64 tokens, heads of 128 channels, 16 bits, on Hopper; with decays of channels whole chunks, and one state."""
     how = {
         "T": 128,
         "Hv": 128,
@@ -108,6 +110,25 @@ def test_which_calls_it_has(changed, there):
         assert gluon_delta_calls.fits(Tokens(q, q, v, None, a, None, None), how["chunk"], how["states"]) == there
 
 
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_chunks_of_fewer_tokens(monkeypatch, packed):
+    """Packed sequences with states, of which one is empty, and two rows that end within a chunk: tokens past it are others'."""
+    rng, T = np.random.default_rng(5), 100
+    ids, states = None, 1
+    if packed:
+        ids, states = np.repeat([[-1, 0, 3, -1, 1, -1]], [5, 30, 20, 4, 34, 7], axis=1).astype(np.int32), 4
+        ids = np.concatenate([ids, np.sort(rng.choice([0, 2, 3], (1, T)), axis=1).astype(np.int32)])
+    clean, options = drawn(2, T, 1, 2, "bfloat16", ids, -20.0, states), {"num_states": states}
+    wide = {n: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for n, x in clean.items()}
+    wanted, d = value_and_gradients(functools.partial(op, platform="xla", **options), wide)[1:]
+    arguments = clean if ids is None else spoiled(clean, ids, *PADDED)
+    with interpreted(monkeypatch, op, gluon_delta_calls):
+        three, one = (gradients_of(arguments, d, in_one, **options) for in_one in (False, True))
+    for name in wanted:
+        assert error(one[name], wanted[name]) <= min(1e-2, 1.1 * error(three[name], wanted[name])), name
+        assert error(one[name], three[name]) <= 2e-4, name
+
+
 @pytest.mark.slow
 def test_it_fits_a_multiprocessor():
     """At the width of Qwen3-Next: no product waits for the one before; what is spilled are addresses, around the inner loop."""
@@ -118,5 +139,5 @@ def test_it_fits_a_multiprocessor():
     assert not {"scalar_dq_kernel", "scalar_dk_kernel", "delta_bwd_kernel"} & set(names), names
     (kernel,) = (k for k in report if k.name == "delta_gradients_kernel")
     assert not kernel.resources["serialized"]
-    assert kernel.resources["spill_stores"] <= 56, kernel.resources
+    assert kernel.resources["spill_stores"] <= 164, kernel.resources
     assert kernel.shared_memory_bytes <= SHARED_MEMORY[90]

@@ -39,7 +39,7 @@ def _load(descs, stages, ITEMS: gl.constexpr, CHUNKS: gl.constexpr, N: gl.conste
         state = ((chunk // CHUNKS * N + n) * CHUNKS + chunk % CHUNKS) * WIDTH
         for half in range(HALVES):
             mbarrier.wait(free.index(stage), phase ^ 1)
-            load_half(descs, tiles, stage, full.index(stage), chunk, n, state, half)
+            load_half(descs, tiles, stage, full.index(stage), chunk * C, n, state, half)
             stage, phase = after(stage, phase, STAGES)
 
 
@@ -80,8 +80,8 @@ def _multiply(inputs, outputs, stages, hands, B: gl.constexpr, T: gl.constexpr, 
             mbarrier.wait(full.index(stage), phase)
             if runs_ptr is not None:
                 if padded:
-                    clear(tiles, first, runs, 1)
-                    clear(tiles, first + 3, runs, 1)
+                    clear(tiles, first, runs, C, 1, False)
+                    clear(tiles, first + 3, runs, C, 1, False)
                     fence_async_shared()
             d_out, written, du = tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
             state, d_state = tiles.index(first + 4 + WHICH), tiles.index(first + 6 + WHICH)
@@ -95,8 +95,12 @@ def _multiply(inputs, outputs, stages, hands, B: gl.constexpr, T: gl.constexpr, 
                 both = both + (passed[i] + gl.sum(x.to(gl.float32) * y.to(gl.float32), axis=1),)  # noqa: RUF005, no star here
             passed = both
             value, column = tiles.index(first + 3), n * WIDTH + half * C
-            upper = of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, upper, 32 * WHICH, N * WIDTH)
-            lower = of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, lower, 32 * WHICH + 16, N * WIDTH)
+            upper = of_values(
+                du, value, beta_ptr + at, dv_ptr, chunk * C, column, upper, C, 32 * WHICH, N * WIDTH, False
+            )
+            lower = of_values(
+                du, value, beta_ptr + at, dv_ptr, chunk * C, column, lower, C, 32 * WHICH + 16, N * WIDTH, False
+            )
             d_reads, d_leaves, d_keeps, pairs = warpgroup_mma_wait(0, (d_reads, d_leaves, d_keeps, pairs))
             mbarrier.arrive(free.index(stage))
             stage, phase = after(stage, phase, STAGES)
@@ -106,9 +110,9 @@ def _multiply(inputs, outputs, stages, hands, B: gl.constexpr, T: gl.constexpr, 
         for i in gl.static_range(4):
             gl.store(d_whole_ptr + index * WIDTH + WHICH * C + 16 * i + rows, passed[i])
         column = n * WIDTH + WHICH * C
-        store_half(d_reads_ptr, d_reads, mine, chunk, column, N * WIDTH)
-        store_half(d_leaves_ptr, d_leaves, mine, chunk, column, N * WIDTH)
-        store_half(d_keeps_ptr, d_keeps, mine, chunk, column, N * WIDTH)
+        store_half(d_reads_ptr, d_reads, mine, chunk * C, column, C, N * WIDTH, False)
+        store_half(d_leaves_ptr, d_leaves, mine, chunk * C, column, C, N * WIDTH, False)
+        store_half(d_keeps_ptr, d_keeps, mine, chunk * C, column, C, N * WIDTH, False)
         _store_square(d_pairs_ptr if WHICH == 0 else d_solved_ptr, pairs, mine, index)
 
 

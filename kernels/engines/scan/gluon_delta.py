@@ -34,9 +34,12 @@ from kernels.engines.scan.gluon_tiles import (
     again,
     clear,
     load_half,
+    load_tokens,
     of_values,
+    place_of,
     product_of,
     store_half,
+    store_tokens,
 )
 from kernels.toolchains.gluon import SWIZZLED
 
@@ -45,30 +48,30 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
 
 
 @gluon.jit
-def _load(
-    of_keys, descs, common, stages, ITEMS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, HEADS: gl.constexpr
-):
+def _load(of_keys, descs, table_ptr, common, stages, B: gl.constexpr, T: gl.constexpr, CHUNKS: gl.constexpr,
+          GROUPS: gl.constexpr, HEADS: gl.constexpr, RAGGED: gl.constexpr):  # fmt: skip
     """Loads queries and keys of each item into one of two slots, and what each head has of columns into two stages."""
     q_desc, k_desc = of_keys
     keys, keys_full, keys_free = common
     tiles, full, free = stages
     turn, visit = 0, 0
-    for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
+    for item in range(gl.program_id(0), B * CHUNKS * GROUPS, gl.num_programs(0)):
         chunk, group = item // GROUPS, item % GROUPS  # chunk of all rows
+        token, count = place_of(table_ptr, chunk, T, CHUNKS, RAGGED)
         slot = turn % 2
         mbarrier.wait(keys_free.index(slot), (turn // 2 & 1) ^ 1)
         mbarrier.expect(keys_full.index(slot), 4 * q_desc.nbytes_per_cta)
         for half in gl.static_range(HALVES):
             at = group * WIDTH + half * C
-            tma.async_load(q_desc, [chunk * C, at], keys_full.index(slot), keys.index(4 * slot + half))
-            tma.async_load(k_desc, [chunk * C, at], keys_full.index(slot), keys.index(4 * slot + 2 + half))
+            tma.async_load(q_desc, [token, at], keys_full.index(slot), keys.index(4 * slot + half))
+            tma.async_load(k_desc, [token, at], keys_full.index(slot), keys.index(4 * slot + 2 + half))
         turn += 1
         for j in range(HEADS):
             n = group * HEADS + j
             state = ((chunk // CHUNKS * (GROUPS * HEADS) + n) * CHUNKS + chunk % CHUNKS) * WIDTH
             for half in gl.static_range(HALVES):
                 mbarrier.wait(free.index(half), (visit & 1) ^ 1)
-                load_half(descs, tiles, half, full.index(half), chunk, n, state, half)
+                load_half(descs, tiles, half, full.index(half), token, n, state, half)
             visit += 1
 
 
@@ -80,18 +83,18 @@ def _rounded(x):
 
 
 @gluon.jit
-def _run(ptr):
+def _run(ptr, i, count, RAGGED: gl.constexpr):
     """Returns the documents of tokens: see `layout.Layout`."""
-    coded = gl.load(ptr)
+    coded = load_tokens(ptr, i, count, -1, RAGGED)
     return gl.where(coded < 0, -1 - coded, coded)
 
 
 @gluon.jit
-def _decays(a_ptr, at, runs_ptr, t, s, later, STRICT: gl.constexpr):
+def _decays(a_ptr, at, runs_ptr, t, s, later, count, RAGGED: gl.constexpr, STRICT: gl.constexpr):
     """Returns the decay from each token s to each t >= s, or t > s, [t, s]; 0 for other pairs, and across documents."""
     decay = gl.zeros([C, C], gl.float32, SQUARE)
     if a_ptr is not None:
-        left = gl.load(a_ptr + at + s)
+        left = load_tokens(a_ptr + at, s, count, 0.0, RAGGED)
         for i in gl.static_range(3):
             near, left = _rounded(left)
             t = again(t)  # parts one after another: there are no registers for three
@@ -100,7 +103,7 @@ def _decays(a_ptr, at, runs_ptr, t, s, later, STRICT: gl.constexpr):
             decay = warpgroup_mma_wait(0, (decay,))
     seen = t[:, None] > s[None, :] if STRICT else t[:, None] >= s[None, :]
     if runs_ptr is not None:
-        seen = seen & (_run(runs_ptr + t)[:, None] == _run(runs_ptr + s)[None, :])
+        seen = seen & (_run(runs_ptr, t, count, RAGGED)[:, None] == _run(runs_ptr, s, count, RAGGED)[None, :])
     return gl.where(seen, gl.exp(decay), 0.0)
 
 
@@ -124,15 +127,17 @@ def _folded(tile, product, sums, total, weights):
 
 @gluon.jit
 def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: gl.constexpr, CHUNKS: gl.constexpr,
-                   GROUPS: gl.constexpr, HEADS: gl.constexpr, SCALE: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+                   GROUPS: gl.constexpr, HEADS: gl.constexpr, SCALE: gl.constexpr, RAGGED: gl.constexpr,
+                   WHICH: gl.constexpr):  # fmt: skip
     """WHICH of the two halves of the key dim a warpgroup has. The first has the pairs of queries and keys, the second those of
     keys."""
-    a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr = inputs
+    a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr, table_ptr = inputs
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr = outputs
     keys, keys_full, keys_free = common
     tiles, full, free = stages
     squares, later, ready, read = shared
     N: gl.constexpr = GROUPS * HEADS
+    ROW: gl.constexpr = 32 * WHICH
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     dtype: gl.constexpr = keys.dtype
     t, u = gl.arange(0, C, BY_ROW), gl.arange(0, C, gl.SliceLayout(0, SQUARE))
@@ -142,25 +147,33 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
         chunk, group = item // GROUPS, item % GROUPS
         slot = turn % 2
         mbarrier.wait(keys_full.index(slot), turn // 2 & 1)
+        token, count = place_of(table_ptr, chunk, T, CHUNKS, RAGGED)
         runs, padded = runs_ptr, False
         if runs_ptr is not None:
-            runs = runs_ptr + chunk * C
-            padded = gl.max(gl.where(gl.load(runs + t) < 0, 1, 0), axis=0) > 0
+            runs = runs_ptr + token
+            padded = gl.max(gl.where(load_tokens(runs, t, count, -1, RAGGED) < 0, 1, 0), axis=0) > 0
+        elif RAGGED:
+            padded = count < C
+        if runs_ptr is not None or RAGGED:
             if padded:
-                clear(keys, 4 * slot, runs, 4)
+                clear(keys, 4 * slot, runs, count, 4, RAGGED)
                 fence_async_shared()
         dq, dk = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([C, C], gl.float32, SQUARE)
         for j in range(HEADS):
             n = group * HEADS + j
             index = (chunk // CHUNKS * N + n) * CHUNKS + chunk % CHUNKS
-            at = index * C  # [B, N, T]: chunks have 64 tokens
+            at = index * C
+            if RAGGED:
+                at = (chunk // CHUNKS * (N - 1) + n) * T + token  # [B, N, T]
             phase = visit & 1
             zero = visit - again(visit)
             first_square, second_square, one_later = squares.index(zero), squares.index(zero + 1), later.index(zero)
             mine = first_square if WHICH == 0 else second_square
             t = again(t)
-            enters, leaves = gl.load(enters_ptr + at + t), gl.load(leaves_ptr + at + t)
-            beta = gl.load(beta_ptr + at + t)
+            enters = load_tokens(enters_ptr + at, t, count, 0.0, RAGGED)
+            leaves = load_tokens(leaves_ptr + at, t, count, 0.0, RAGGED)
+            beta = load_tokens(beta_ptr + at, t, count, 0.0, RAGGED)
+            whole = gl.load(whole_ptr + index)
             zeros = gl.zeros([C, C], gl.float32, SQUARE)
             none = gl.zeros([C], gl.float32, BY_ROW)
             reading, writing, old = none, none, none
@@ -173,10 +186,9 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                 keys_of = 4 * again(slot) + WHICH
                 q, k = keys.index(keys_of), keys.index(keys_of + 2)
                 mbarrier.wait(full.index(half), phase)
-                if runs_ptr is not None:
+                if runs_ptr is not None or RAGGED:
                     if padded:
-                        clear(tiles, first, runs, 1)
-                        clear(tiles, first + 3, runs, 1)
+                        clear(tiles, first, runs, count, 4, RAGGED)
                         fence_async_shared()
                 d_out, written, du = tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
                 state, d_state = tiles.index(first + 4 + WHICH), tiles.index(first + 6 + WHICH)
@@ -194,21 +206,19 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
                 reading, dq = _folded(q, d_read, reading, dq, enters * SCALE)
                 value = tiles.index(first + 3)
                 column = n * WIDTH + half * C
-                upper = of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, upper, 32 * WHICH, N * WIDTH)
-                lower = of_values(du, value, beta_ptr + at, dv_ptr, chunk, column, lower, 32 * WHICH + 16, N * WIDTH)
+                upper = of_values(du, value, beta_ptr + at, dv_ptr, token, column, upper, count, ROW, N * WIDTH, RAGGED)
+                lower = of_values(
+                    du, value, beta_ptr + at, dv_ptr, token, column, lower, count, ROW + 16, N * WIDTH, RAGGED
+                )
                 wide = warpgroup_mma_wait(0, (wide,))
                 old, dk = _folded(k, wide, old, dk, enters * -beta)
                 mbarrier.arrive(free.index(half))
-            through_states = gl.load(whole_ptr + index) * gl.sum(gl.sum(passed, axis=1), axis=0)
-            here = 2 * B * N * T + at + 32 * WHICH + rows
-            gl.store(dbeta_ptr + here, upper)
-            gl.store(dbeta_ptr + here + 16, lower)
-            t = again(t)  # loaded again: in the loop there are no registers for them
-            enters, leaves = gl.load(enters_ptr + at + t), gl.load(leaves_ptr + at + t)
-            beta = gl.load(beta_ptr + at + t)
+            through_states = whole * gl.sum(gl.sum(passed, axis=1), axis=0)
+            store_tokens(dbeta_ptr + 2 * B * N * T + at, ROW + rows, upper, count, RAGGED)
+            store_tokens(dbeta_ptr + 2 * B * N * T + at, ROW + 16 + rows, lower, count, RAGGED)
             reading, writing, back = reading * (enters * SCALE), writing * leaves, enters * -beta
             # What passes through pairs of the chunk.
-            pairs *= _decays(a_ptr, at, runs, t, u, one_later, WHICH == 1)
+            pairs *= _decays(a_ptr, at, runs, t, u, one_later, count, RAGGED, WHICH == 1)
             base = 4 * again(slot)
             products = zeros
             for side in gl.static_range(2):
@@ -227,12 +237,12 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
             if WHICH == 1:
                 d_beta -= gl.sum(between, axis=1)
                 between *= -beta[:, None]
-            gl.store(dbeta_ptr + WHICH * (B * N * T) + at + t, d_beta)
+            store_tokens(dbeta_ptr + WHICH * (B * N * T) + at, t, d_beta, count, RAGGED)
             if a_ptr is not None:
                 ends = _passing(between, one_later) + (reading + old * back)[:, None]
                 t = again(t)
                 sums = gl.sum(gl.where(t[:, None] >= u[None, :], ends, writing[:, None]), axis=0)
-                gl.store(da_ptr + WHICH * (B * N * T) + at + u, sums + through_states)
+                store_tokens(da_ptr + WHICH * (B * N * T) + at, u, sums + through_states, count, RAGGED)
             mbarrier.wait(ready, phase)
             keys_of = 4 * again(slot) + WHICH
             q, k = keys.index(keys_of), keys.index(keys_of + 2)
@@ -247,8 +257,8 @@ def _differentiate(inputs, outputs, common, stages, shared, B: gl.constexpr, T: 
         turn += 1
         mbarrier.wait(read, (visit & 1) ^ 1)  # both are done with the last squares: their tiles are free
         mine = squares.index(WHICH)
-        store_half(dq_ptr, dq, mine, chunk, group * WIDTH + WHICH * C, GROUPS * WIDTH)
-        store_half(dk_ptr, dk, mine, chunk, group * WIDTH + WHICH * C, GROUPS * WIDTH)
+        store_half(dq_ptr, dq, mine, token, group * WIDTH + WHICH * C, count, GROUPS * WIDTH, RAGGED)
+        store_half(dk_ptr, dk, mine, token, group * WIDTH + WHICH * C, count, GROUPS * WIDTH, RAGGED)
 
 
 @gluon.jit
@@ -266,18 +276,20 @@ def delta_gradients_kernel(
     enters_ptr,  # [B, N, T] float32, as leaves: what `triton_parts.fades` returns
     leaves_ptr,
     whole_ptr,  # [B, N, CHUNKS] float32
-    runs_ptr,  # [B, T] int32 as in `layout.Layout`, or None
+    runs_ptr,  # int32 as in `layout.Layout`, or None, as the next
+    table_ptr,
     dq_ptr,  # [B, T, K, 128]
     dk_ptr,
     dv_ptr,  # [B, T, N, 128]
     dbeta_ptr,  # [3, B, N, T] float32, of which the sum is the gradient
     da_ptr,  # [2, B, N, T] float32, as dbeta_ptr, or None
     B: gl.constexpr,
-    T: gl.constexpr,  # a multiple of 64
+    T: gl.constexpr,
     CHUNKS: gl.constexpr,
     GROUPS: gl.constexpr,  # heads of keys
     HEADS: gl.constexpr,  # heads of a group
     SCALE: gl.constexpr,
+    RAGGED: gl.constexpr,  # whether some chunks have fewer than 64 tokens
     CONSUMER_REGISTERS: gl.constexpr,  # registers per thread of the second warpgroup; the first gets the rest
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -303,16 +315,14 @@ def delta_gradients_kernel(
     mbarrier.init(ready, count=2)
     mbarrier.init(read, count=2)
     of_keys, descs = (q_desc, k_desc), (d_out_desc, written_desc, du_desc, v_desc, states_desc, d_states_desc)
-    inputs, outputs = (
-        (a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr),
-        (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr),
-    )
+    inputs = a_ptr, beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr, table_ptr
+    outputs = dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, da_ptr
     common, stages, shared = (keys, keys_full, keys_free), (tiles, full, free), (squares, later, ready, read)
     gl.warp_specialize(
         [
-            (_differentiate, (inputs, outputs, common, stages, shared, B, T, CHUNKS, GROUPS, HEADS, SCALE, 0)),
-            (_differentiate, (inputs, outputs, common, stages, shared, B, T, CHUNKS, GROUPS, HEADS, SCALE, 1)),
-            (_load, (of_keys, descs, common, stages, B * CHUNKS * GROUPS, CHUNKS, GROUPS, HEADS)),
+            (_differentiate, (inputs, outputs, common, stages, shared, B, T, CHUNKS, GROUPS, HEADS, SCALE, RAGGED, 0)),
+            (_differentiate, (inputs, outputs, common, stages, shared, B, T, CHUNKS, GROUPS, HEADS, SCALE, RAGGED, 1)),
+            (_load, (of_keys, descs, table_ptr, common, stages, B, T, CHUNKS, GROUPS, HEADS, RAGGED)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

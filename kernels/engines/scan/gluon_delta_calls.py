@@ -19,7 +19,8 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 def fits(x: Any, chunk: int, num_states: int) -> bool:
     """Returns whether the kernel has these tokens, `delta_tokens.Tokens`, on the GPU being compiled for."""
-    whole = num_states == 1 and chunk == CHUNK and x.q.shape[1] % CHUNK == 0
+    per_head = x.a is None or x.a.ndim == 3
+    whole = chunk == CHUNK and (per_head or (num_states == 1 and x.q.shape[1] % CHUNK == 0))
     wide = x.q.shape[-1] == x.v.shape[-1] == WIDTH and x.q.dtype.itemsize == 2
     return whole and wide and compute_capability() == 90
 
@@ -57,6 +58,7 @@ def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[s
         run.beta,
         *run.fades,
         run.layout.runs,
+        run.layout.table,
         out_shape=tuple(shapes.values()),
         grid=(min(MULTIPROCESSORS, B * chunks * K),),
         num_warps=4,
@@ -66,6 +68,7 @@ def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[s
         GROUPS=K,
         HEADS=N // K,
         SCALE=run.scale,
+        RAGGED=run.layout.table is not None or T % CHUNK > 0,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         **unused,
