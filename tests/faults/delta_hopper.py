@@ -9,8 +9,8 @@ FAULTS = (
     Fault(
         "delta on Hopper: pairs of keys have the diagonal",
         "gluon_delta:_differentiate",
-        "_decays($a_ptr, $at, $runs, $t, $u, $later, $which == 1)",
-        "_decays($a_ptr, $at, $runs, $t, $u, $later, False)",
+        "_decays($a_ptr, $at, $runs, $t, $u, $later, $count, $ragged, $which == 1)",
+        "_decays($a_ptr, $at, $runs, $t, $u, $later, $count, $ragged, False)",
         DELTA,
     ),
     Fault(
@@ -30,7 +30,7 @@ FAULTS = (
     Fault(
         "delta on Hopper: what padding holds is read",
         "gluon_delta:_differentiate",
-        "gl.max(gl.where(gl.load($runs + $t) < 0, 1, 0), axis=0) > 0",
+        "gl.max(gl.where(load_tokens($runs, $t, $count, -1, $ragged) < 0, 1, 0), axis=0) > 0",
         "False",
         DELTA,
     ),
@@ -58,8 +58,8 @@ FAULTS = (
     Fault(
         "delta on Hopper: the gradient of a decay lacks what passes through the state",
         "gluon_delta:_differentiate",
-        "gl.store($da + $which * ($B * $N * $T) + $at + $u, $sums + $through)",
-        "gl.store($da + $which * ($B * $N * $T) + $at + $u, $sums)",
+        "store_tokens($da + $which * ($B * $N * $T) + $at, $u, $sums + $through, $count, $ragged)",
+        "store_tokens($da + $which * ($B * $N * $T) + $at, $u, $sums, $count, $ragged)",
         DELTA,
     ),
     Fault(
