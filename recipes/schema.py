@@ -281,7 +281,7 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
                 "compared between hosts and kept in recipe.json. Let the program that needs it read the variable itself"
             )
         _check_order(a, values)
-        published = fill(config)
+        published = fill(config, values)
         recipe: Any = OmegaConf.to_object(config)
         if published is not None:
             check_published(published, recipe.model)

@@ -271,6 +271,7 @@ def test_what_is_pinned_stays():
     assert choice.scheme == "group_cast" and {scheme for scheme, _ in choice.seconds} == {"group_cast"}
 
 
+@pytest.mark.slow
 def test_a_scheme_and_an_order_are_weighed_together():
     """Over 64 ranks the most even order sends all keys around the ring, and the least even one those of a few hops: it is the
     fastest by far. Ulysses is even in any."""

@@ -94,6 +94,7 @@ def mapped(name, options, axes, out, **how):
 # the convolution, whose halo is in tests/test_recurrence.py.
 OF_ANOTHER = {
     "gated_delta_rule",
+    "recurrent",
     "causal_conv1d",
     "delta_rule",
     "flash_mla",
