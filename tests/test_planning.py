@@ -342,6 +342,7 @@ def test_a_compiler_that_refuses_is_not_asked_the_same_again():
     assert asked[0].model.remat != asked[1].model.remat
 
 
+@pytest.mark.slow
 def test_where_nothing_is_expected_to_fit_nothing_is_compiled():
     sections = compose(["recipe=long_context", "model=70b", "data.sequence_length=8192", "data.global_batch=4"])
     target = target_of("v5e:2x2", None, None, None)

@@ -327,6 +327,7 @@ def test_over_two_axes_inside_the_callers_own_shard_map(scheme):
     assert_close(got, gradients(functools.partial(flash_attention, **options, **PACKED)), scheme)
 
 
+@pytest.mark.slow
 def test_of_two_axes_one_may_have_one_device():
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(1, 4), ("a", "b"))
     order = Order("zigzag", 4)
