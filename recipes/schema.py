@@ -273,7 +273,7 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
     try:
         config = composed(recipe_type(), GROUPS, overrides, a.config_dir)
         OmegaConf.set_struct(config, True)
-        values = OmegaConf.to_container(config)
+        values: Any = OmegaConf.to_container(config)
         _check_integers(values)
         if found := secret_in(values):
             raise RecipeError(
