@@ -61,7 +61,8 @@ def test_places_of_a_chunk_past_the_last_pair_are_of_none():
     assert first.sizes.tolist() == [2, 1, 0] and second.sizes.tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize(("dtype", "experts"), [("int8", 130), pytest.param("uint8", 256, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "experts"), [("int8", 130), ("uint8", 256)])
 def test_experts_of_a_dtype_that_has_no_number_for_none(dtype, experts):
     x, params, chosen = jnp.ones((2, 3)), jnp.arange(experts, dtype=jnp.float32), jnp.array([[1, 7], [100, -1]])
 

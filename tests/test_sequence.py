@@ -703,6 +703,7 @@ def sends(options, order="contiguous", scheme="ring", gradient=False, sp=4):
     return count
 
 
+@pytest.mark.slow  # hops that no batch needs are quick in test_trips.py
 def test_a_hop_nobody_needs_is_not_sent():
     assert sends({"causal": True}) == 2 * 3, "keys and values, three ring steps"
     assert sends({"causal": True}, sp=8) == 2 * 7
