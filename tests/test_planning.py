@@ -318,6 +318,7 @@ def test_tokens_that_are_gathered_need_the_room_of_all_ranks():
     assert gathered.total - sent.total > 2 * tokens * 64 * 2048 * 2
 
 
+@pytest.mark.slow  # a search of several seconds
 def test_the_first_that_compiles_and_fits_is_taken():
     """A plan that turns out too large is followed by one that is expected to need less by as much."""
     sections = compose(RECIPE.split())

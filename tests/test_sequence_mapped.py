@@ -269,6 +269,7 @@ def test_two_axes_are_counted_from_the_major_one():
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow
 def test_an_order_inside():
     """Attention and recurrences follow the layout's order; with the sequence whole a recurrence refuses."""
     order = Order("zigzag", 4)
