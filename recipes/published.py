@@ -36,25 +36,25 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def fill(composed: Any) -> Published | None:
-    """Fills in what follows from the folder; returns what it says, None without model=hf.
+def fill(composed: Any, values: Mapping[str, Any]) -> Published | None:
+    """Fills in what follows from the folder; returns what it says, None without model=hf. `values`: of the composed config.
 
     Raises:
       RecipeError: model.init_from names no published folder. WeightsError: its config.json is not of a model here.
     """
     from omegaconf import OmegaConf
 
-    settings = dict(leaves(OmegaConf.to_container(composed)))
+    settings = dict(leaves(values))
     open_keys = {key: _FOLLOWS.fullmatch(value) for key, value in settings.items() if follows(value)}
     folder = None
     if any(key.startswith("model.") for key in open_keys):
         folder = _folder(composed.model.init_from, composed.run.dir)
     published = None if folder is None else read_published(folder)
-    values: dict[str, Any] = {}
+    told: dict[str, Any] = {}
     if published is not None:
         scaling_follows = follows(settings["model.rope_scaling"])
-        values = published.values(published.model.rope_scaling if scaling_follows else composed.model.rope_scaling)
-        values |= {"tokenizer": str(folder), "chat_template": None}  # that of the tokenizer's folder
+        told = published.values(published.model.rope_scaling if scaling_follows else composed.model.rope_scaling)
+        told |= {"tokenizer": str(folder), "chat_template": None}  # that of the tokenizer's folder
     for key, match in open_keys.items():
         assert match is not None
         if published is None:
@@ -62,7 +62,7 @@ def fill(composed: Any) -> Published | None:
         elif match[1] == "compute_dtype":
             value = published.computed_in()
         else:
-            value = values[match[1]]
+            value = told[match[1]]
         OmegaConf.update(composed, key, list(value) if isinstance(value, tuple) else value)
     return published
 

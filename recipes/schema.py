@@ -273,7 +273,7 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
     try:
         config = composed(recipe_type(), GROUPS, overrides, a.config_dir)
         OmegaConf.set_struct(config, True)
-        values = OmegaConf.to_container(config)
+        values: Any = OmegaConf.to_container(config)
         _check_integers(values)
         if found := secret_in(values):
             raise RecipeError(
@@ -281,7 +281,7 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
                 "compared between hosts and kept in recipe.json. Let the program that needs it read the variable itself"
             )
         _check_order(a, values)
-        published = fill(config)
+        published = fill(config, values)
         recipe: Any = OmegaConf.to_object(config)
         if published is not None:
             check_published(published, recipe.model)

@@ -202,6 +202,7 @@ def test_all_pairs_of_attention_count_as_one_array():
     assert (small.dims["T"], small.dims["S"], small.dims["N"], small.dims["H"]) == (1024, 1024, 16, 128)
 
 
+@pytest.mark.slow
 def test_what_an_expression_gives_is_what_it_is_held_to(tmp_path):
     assert main(["cross_entropy", "against=optax_cross_entropy", f"out={tmp_path}", *FEW, "gflop=0.01"]) == 0
     row = of(only_file(tmp_path)[1]["cases"][0], "optax_cross_entropy")

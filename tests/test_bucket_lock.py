@@ -104,6 +104,7 @@ def test_an_owner_that_is_renewed_while_it_is_read_is_read_again(bucket, server,
     assert lock()._look()[0] == owner and renewed.done
 
 
+@pytest.mark.slow
 def test_what_was_renewed_a_moment_ago_is_waited_for(bucket):
     left_behind(bucket, 0)
     with pytest.raises(HostLost, match=r"pid 77 on n7, last seen \d s ago\); if it was killed"):

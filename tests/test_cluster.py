@@ -136,6 +136,7 @@ def test_a_port_that_a_run_has_is_told_with_the_run():
         door.close()
 
 
+@pytest.mark.slow
 def test_process_0_names_those_that_never_came():
     with pytest.raises(
         HostLost, match=r"process 1 of 2 never came, while host 0 .* is there, within 1 s .*look at their logs"

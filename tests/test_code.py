@@ -22,6 +22,7 @@ SLOW = {
         # Of engines of which another operation is quick.
         ("grouped_matmul_quantized", "qwen3_int8"),
         ("grouped_matmul_gathered", "gathered"),
+        ("ragged_delta_rule", "small"),
         ("page_attention_with_lse", "decode"),
         ("page_attention_with_lse", "together"),
         ("state_space_v2", "packed"),
@@ -60,6 +61,10 @@ SLOW = {
         ("native_sparse_attention", "paper_64k"),
     },
     "triton": {
+        *(("activate_both_ways", case) for case in ("silu", "mlp_8k", "mlp_8k_rows")),
+        *((rows, case) for rows in ("activate_rows", "activated_row_cotangents") for case in ("silu", "qwen3")),
+        ("kl_divergence", "llama_8b_of_70b"),
+        *(("fused_add_layer_norm", case) for case in ("five_chunks", "model_4k", "model_8k")),
         ("scaled_grouped_matmul", "qwen3_down"),
         ("grouped_matmul_quantized", "qwen3_int8"),
         ("grouped_matmul_gathered", "gathered"),

@@ -161,7 +161,7 @@ def test_who_starts_a_run_elsewhere_names_the_folder_absolutely(mine, tmp_path, 
 # -- the composed recipe --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["long_context", "moe"])
+@pytest.mark.parametrize("recipe", [pytest.param("long_context", marks=pytest.mark.slow), "moe"])
 def test_a_printed_recipe_is_the_same_recipe(recipe, mine, capsys):
     keys = [f"recipe={recipe}", "model.num_layers=2", "data.mixture=[{source: a, weight: 0.5}]", "data.source='a: #b'",
             "model.attention_scale=null", "run.dir='x y'"]  # fmt: skip

@@ -94,6 +94,7 @@ def test_what_is_no_number_stays_none(dtype, bad, shape):
     assert not np.isfinite(decompress(compress(x, dtype))[(0,) * len(shape)])
 
 
+@pytest.mark.slow
 def test_arrays_without_an_element():
     for shape in ((0, 8), (2, 0, 8), (3, 0)):
         gradient = jax.grad(lambda x: compressed_checkpoint(jnp.sin)(x).sum())(jnp.zeros(shape))

@@ -333,6 +333,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
             build_corpus(str(tmp_path / "a.jsonl"), tokenizer, "text", tmp_path / "file")
 
 
+@pytest.mark.slow  # and by many at once in the quick tests, below
 def test_a_damaged_cache_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr("ejdist.training.data.cache._BLOCK", 16)  # so that there are several
     write_files(tmp_path)

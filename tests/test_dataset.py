@@ -64,7 +64,7 @@ def packed(shards, length, seed, how, folder):
 SHARDS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=30), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("how", ["cut", "whole"])
+@pytest.mark.parametrize("how", [pytest.param("cut", marks=pytest.mark.slow), "whole"])
 @settings(max_examples=40, deadline=None)
 @example([[1] * 9, [1]], 5, 0)
 @example([[3, 300, 1, 200], [2]], 8, 1)  # documents of many rows and windows

@@ -136,6 +136,7 @@ def test_strays_show_in_the_loss_and_in_the_gradients_and_padding_does_not(name)
         assert np.isnan(loss) and all(np.isnan(g).any() for g in gradients.values())
 
 
+@pytest.mark.slow
 def test_a_masked_token_of_the_vocabulary_does_not_make_the_loss_nan():
     logits, targets = (X @ HEAD).at[..., 5].set(-jnp.inf), jnp.zeros((B, T), jnp.int32)
     for mesh in (None, make_mesh(tp=2)):

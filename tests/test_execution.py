@@ -36,6 +36,7 @@ def test_another_order_is_another_decision():
         np.testing.assert_allclose(order.inverse(out), whole, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_what_an_order_refuses_was_not_decided_under_another():
     mesh = make_mesh(sp=2, devices=jax.devices()[:2])
     for _ in range(2):

@@ -61,7 +61,8 @@ def test_places_of_a_chunk_past_the_last_pair_are_of_none():
     assert first.sizes.tolist() == [2, 1, 0] and second.sizes.tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize(("dtype", "experts"), [("int8", 130), pytest.param("uint8", 256, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "experts"), [("int8", 130), ("uint8", 256)])
 def test_experts_of_a_dtype_that_has_no_number_for_none(dtype, experts):
     x, params, chosen = jnp.ones((2, 3)), jnp.arange(experts, dtype=jnp.float32), jnp.array([[1, 7], [100, -1]])
 
@@ -191,7 +192,9 @@ def test_what_has_no_room_is_dropped_and_counted(scheme):
         assert stats.dropped > 0
 
 
-@pytest.mark.parametrize("scheme", ["all_to_all", "ragged_all_to_all", "all_gather"])
+@pytest.mark.parametrize(
+    "scheme", [pytest.param("all_to_all", marks=pytest.mark.slow), "ragged_all_to_all", "all_gather"]
+)
 def test_balanced_tokens_need_one_pass_of_a_buffer_without_slack(scheme):
     E, M, k = 8, 32, 2
     experts = (np.arange(M * k).reshape(M, k) % E).astype(np.int32)

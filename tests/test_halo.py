@@ -181,6 +181,7 @@ def test_a_run_of_whole_tiles_begins_with_one():
     assert_close(got, want, "tiles")
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map_that_checks_varying_axes():
     mesh, spec = make_mesh(sp=4), P(None, "sp")
     options = {"causal": True, "sliding_window": 20}

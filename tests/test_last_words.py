@@ -201,6 +201,7 @@ def test_a_process_that_others_leave_behind_ends_with_its_own_code(monkeypatch, 
     assert ends == [code]
 
 
+@pytest.mark.slow
 def test_a_launcher_reads_the_last_word_of_a_witness(tmp_path):
     job = Job(1, tmp_path / "logs", command=("sh", "-c", "(sleep 0.5; echo the last word) & kill -9 $$"))
     assert job.start([]).wait(20) == [-signal.SIGKILL]

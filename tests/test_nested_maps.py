@@ -84,7 +84,8 @@ def on_one_device(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("moe", "gla_attention"))) for n in CALLS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("moe", "gla_attention", "fused_token_losses"))) for n in CALLS],
 )
 @pytest.mark.parametrize("vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_numbers_and_gradients_are_those_of_one_device(name, vma):

@@ -352,7 +352,7 @@ class Linear(parts.Part):
         return Flops(token=1)
 
 
-@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("bound", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_layer_that_depends_on_the_order_is_refused_when_it_is_traced(bound, monkeypatch):
     """By operations that are bound to the mesh, which have a form for one order of all rows, and by those of `ejdist`, which do
     not know that the sequence is split."""

@@ -192,7 +192,7 @@ def both_ways(attention, index, **rules):
 @pytest.mark.parametrize(
     ("scheme", "sizes"),
     [
-        ("ring", {"sp": 4}),
+        pytest.param("ring", {"sp": 4}, marks=pytest.mark.slow),  # a run in this order is quick in test_train.py
         pytest.param("all_gather", {"sp": 4}, marks=pytest.mark.slow),
         *(pytest.param("ulysses", sizes, marks=pytest.mark.slow) for sizes in ({"sp": 4}, {"cp": 2, "sp": 2})),
     ],

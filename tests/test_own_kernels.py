@@ -40,6 +40,7 @@ def test_one_that_comes_first_is_named_with_what_to_do(other):
     assert made.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_one_that_comes_later_is_told(other):
     made = ran((ROOT, other), "-c", "import ejdist")
     assert made.returncode == 0 and "the package kernels 0.9.0 is installed too" in made.stderr

@@ -318,6 +318,7 @@ def test_tokens_that_are_gathered_need_the_room_of_all_ranks():
     assert gathered.total - sent.total > 2 * tokens * 64 * 2048 * 2
 
 
+@pytest.mark.slow  # a search of several seconds
 def test_the_first_that_compiles_and_fits_is_taken():
     """A plan that turns out too large is followed by one that is expected to need less by as much."""
     sections = compose(RECIPE.split())
@@ -342,6 +343,7 @@ def test_a_compiler_that_refuses_is_not_asked_the_same_again():
     assert asked[0].model.remat != asked[1].model.remat
 
 
+@pytest.mark.slow
 def test_where_nothing_is_expected_to_fit_nothing_is_compiled():
     sections = compose(["recipe=long_context", "model=70b", "data.sequence_length=8192", "data.global_batch=4"])
     target = target_of("v5e:2x2", None, None, None)

@@ -86,9 +86,8 @@ def test_gradients_are_those_of_the_exact_product_within_rounding_to_8_bits(prec
         assert 0.01 < off(g, want) < (0.08 if precision == "fp8_tensor" else 0.05)
 
 
-@pytest.mark.parametrize(
-    "precision", [p if p == "fp8_block" else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS]
-)
+@pytest.mark.slow  # an MLP over three axes is quick, below
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_on_a_mesh_each_device_quantises_what_it_multiplies(precision):
     """A sum that is split over tp, and gradients that the ranks of a batch and of a sequence add up."""
     mesh = make_mesh(fsdp=2, sp=2, tp=2)

@@ -12,6 +12,7 @@ def curve(last, steps=200):
     return np.linspace(3.0, last, steps).round(4).tolist()
 
 
+@pytest.mark.slow
 def test_the_table_pairs_runs_of_one_seed(tmp_path):
     """A precision that follows bfloat16 from every seed is as near as that, however far apart the seeds are."""
     result = {"span": 100, "losses": {"bf16": [curve(2.0), curve(1.0)], "fp8_block": [curve(2.02), curve(1.01)]}}

@@ -103,7 +103,8 @@ def test_every_key_of_the_section_follows_the_folder(tmp_path):
         if not key.startswith("precision")
         if not key.startswith("mtp.")  # how a model is trained
     }
-    assert fill(OmegaConf.create({"data": {"tokenizer": "${hf:tokenizer,dataset}"}})) is None
+    values = {"data": {"tokenizer": "${hf:tokenizer,dataset}"}}
+    assert fill(OmegaConf.create(values), values) is None
 
 
 @pytest.mark.parametrize(

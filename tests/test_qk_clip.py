@@ -91,7 +91,9 @@ def test_padding_has_no_logits():
     np.testing.assert_array_equal(metrics["attention/largest_logits"].value, np.full((2, 4), 2.0))
 
 
-@pytest.mark.parametrize("config", [PLAIN, LATENT], ids=["plain", "latent"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(PLAIN, id="plain", marks=pytest.mark.slow), pytest.param(LATENT, id="latent")]
+)
 def test_logits_of_heads_that_passed_are_scaled_to_the_limit_and_no_others(config):
     params = params_of(config)
     name, bound = reported(config, params)

@@ -211,7 +211,7 @@ def on_mesh(mesh, given, in_specs=None, order=None, passing=PASSING):
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(r, n) if (r, n) in {(8, "packed"), (4, "padding")} else pytest.param(r, n, marks=pytest.mark.slow)
+    [(r, n) if (r, n) in {(8, "packed")} else pytest.param(r, n, marks=pytest.mark.slow)
      for r in MESHES for n in IDS],
 )  # fmt: skip
 def test_states_pass_between_ranks(ranks, name):

@@ -331,6 +331,7 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
     assert "belonged to pid" in capsys.readouterr().out and not (tmp_path / ".owner").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_taken_over_before_a_save_saves_nothing(corpus, tmp_path, monkeypatch, capsys):
     """As when its machine was cut off for minutes, and another one goes on with the run."""
     taken_over = contextlib.ExitStack()

@@ -271,6 +271,7 @@ def test_what_is_pinned_stays():
     assert choice.scheme == "group_cast" and {scheme for scheme, _ in choice.seconds} == {"group_cast"}
 
 
+@pytest.mark.slow
 def test_a_scheme_and_an_order_are_weighed_together():
     """Over 64 ranks the most even order sends all keys around the ring, and the least even one those of a few hops: it is the
     fastest by far. Ulysses is even in any."""
@@ -315,6 +316,7 @@ def test_what_a_split_sequence_sends_is_counted_once():
     assert ring["collectives, exposed"] == ulysses["collectives, exposed"] > 0 and ring[KEYS] != ulysses[KEYS]
 
 
+@pytest.mark.slow
 def test_no_pinned_choice_is_expected_to_be_faster():
     """Than what auto takes, by 5%; `python -m benchmarks.comparisons.sequence_auto` prints it for rows of three kinds."""
     rows = list(sequence_auto.rows((2048,), ("4096", "long_tail"), ("NVIDIA H200",)))

@@ -327,6 +327,7 @@ def test_over_two_axes_inside_the_callers_own_shard_map(scheme):
     assert_close(got, gradients(functools.partial(flash_attention, **options, **PACKED)), scheme)
 
 
+@pytest.mark.slow
 def test_of_two_axes_one_may_have_one_device():
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(1, 4), ("a", "b"))
     order = Order("zigzag", 4)
@@ -702,6 +703,7 @@ def sends(options, order="contiguous", scheme="ring", gradient=False, sp=4):
     return count
 
 
+@pytest.mark.slow  # hops that no batch needs are quick in test_trips.py
 def test_a_hop_nobody_needs_is_not_sent():
     assert sends({"causal": True}) == 2 * 3, "keys and values, three ring steps"
     assert sends({"causal": True}, sp=8) == 2 * 7

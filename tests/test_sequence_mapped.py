@@ -94,6 +94,7 @@ def mapped(name, options, axes, out, **how):
 # the convolution, whose halo is in tests/test_recurrence.py.
 OF_ANOTHER = {
     "gated_delta_rule",
+    "recurrent",
     "causal_conv1d",
     "delta_rule",
     "flash_mla",
@@ -268,6 +269,7 @@ def test_two_axes_are_counted_from_the_major_one():
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow
 def test_an_order_inside():
     """Attention and recurrences follow the layout's order; with the sequence whole a recurrence refuses."""
     order = Order("zigzag", 4)

@@ -98,6 +98,7 @@ def test_training_lowers_the_loss_and_counts_steps():
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 def test_moments_are_float32_and_a_step_is_reproducible_bit_for_bit():
     (optimizer, _), batch = make_optimizer(SECTION, 10, DECAYED), batch_of()
     loss = partial(decoder_loss, c=dataclasses.replace(CONFIG, compute_dtype="bfloat16"), ops=OPS)

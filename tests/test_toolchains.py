@@ -372,7 +372,7 @@ def test_an_empty_grid_is_refused():
 # -- CUDA -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", checks.CUDA_TARGETS)
+@pytest.mark.parametrize("target", [pytest.param(t, marks=[pytest.mark.slow] * (t != 90)) for t in checks.CUDA_TARGETS])
 def test_each_export_has_code_for_its_own_target(target):
     """One jitted function, exported for one target after the other: no cache hands out the first one's code."""
     function, arguments = checks.call_of(rms_norm_op, CASES["odd"])

@@ -430,6 +430,7 @@ def test_another_recipe_does_not_go_on_with_this_run(change, code, words, stoppe
     assert (stopped_run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(stopped_run, whole, corpus, capsys):
     """Its moments and rates would go on from one step, and its batches from another."""
     shutil.copytree(stopped_run / "checkpoints" / "2", stopped_run / "checkpoints" / "5")

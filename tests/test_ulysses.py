@@ -41,7 +41,7 @@ MASKS = {
 }
 FIRST = 12  # rows: one for each of the masks from the first on
 # Of which these are quick: with segments, sinks and seeds, and with all factors but one of their other values.
-QUICK = ("dropout", "packed_chunk", "sinks_packed")
+QUICK = ("packed_chunk", "sinks_packed")
 # (cp, sp, tp), heads of queries and of keys, groups of heads.
 MESHES = ((1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 2, 2), (1, 4, 2), (2, 4, 1), (4, 2, 1), (2, 2, 2), (8, 1, 1))
 HEADS = ((8, 8), (16, 4), (16, 2), (8, 1), (12, 6))

@@ -184,7 +184,7 @@ def test_what_the_command_writes(trained, tmp_path, capsys, monkeypatch):
     ("scaling", "context"),
     [
         *(pytest.param(scaling, 64, marks=pytest.mark.slow) for scaling in ("ntk", "linear")),
-        ("yarn", 384),
+        pytest.param("yarn", 384, marks=pytest.mark.slow),
         pytest.param("llama3", 384, marks=pytest.mark.slow),
     ],
 )

@@ -279,9 +279,8 @@ def value_and_gradients(function, arrays, options):
     return {"out": out, **gradients}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "differential_attention" else pytest.param(n, marks=pytest.mark.slow) for n in CALLS]
-)
+@pytest.mark.slow  # the attention that they are made of is quick on meshes
+@pytest.mark.parametrize("name", CALLS)
 def test_on_a_mesh(name):
     arrays, options = CALLS[name]
     mesh = make_mesh(dp=2, tp=2)

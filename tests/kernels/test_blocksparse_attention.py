@@ -159,6 +159,7 @@ def test_what_is_computed_follows_the_set_blocks(lead, lanes):
     assert plan.count.sum() == 64 * 65 / 2  # what an ordinary mask hides is not computed either
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_length():
     def bytes_at(length):
         x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)

@@ -64,7 +64,7 @@ KINDS = {
     "wide blocks": ((64, 256), (B, N), (64, 64)),
 }
 QUICK = {
-    ("causal", "narrow blocks"), ("packed", "tall blocks"), ("together", "wide blocks"),
+    ("packed", "tall blocks"), ("together", "wide blocks"),
 }  # fmt: skip
 
 

@@ -54,7 +54,8 @@ def test_decays_of_every_size_in_a_delta_rule(decay):
     compared(arguments, {"softmax_scale": 0.7}, chunk=16, block_v=16, **both)
 
 
-@pytest.mark.parametrize("decay", [pytest.param(0.0, marks=pytest.mark.slow), -np.inf])
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [0.0, -np.inf])
 def test_a_bonus_reads_the_state_before_the_token(decay):
     rng = np.random.default_rng(1)
     arguments = gla(rng, 1, 40, 2, 2, 8, 4, decay)

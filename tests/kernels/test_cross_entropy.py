@@ -109,6 +109,7 @@ def test_against_float64(options, block_rows, weighted):
             np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_against_optax():
     hidden, head, targets, _ = inputs()
     x, w, keep = jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32), targets >= 0
@@ -168,6 +169,7 @@ def test_targets_of_a_narrow_dtype_are_the_tokens_that_they_say(dtype):
         assert np.isfinite(want.loss).all() and jnp.sum(want.counted) == 5
 
 
+@pytest.mark.slow
 def test_a_part_of_the_vocabulary_over_devices_may_be_all_padding():
     logits, targets = jnp.cos(jnp.arange(32.0)).reshape(2, 16).at[:, 8:].set(-jnp.inf), jnp.array([1, 7])
 

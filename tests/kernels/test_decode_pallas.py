@@ -38,7 +38,8 @@ def test_the_first_token(name):
         assert error(a, b) <= 3e-6
 
 
-@pytest.mark.parametrize("heads", [11, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [11, 16])
 def test_heads_of_more_than_one_tile(heads):
     """Eleven: a tile of eight in a loop, and three heads of another."""
     rng = np.random.default_rng(2)

@@ -104,6 +104,7 @@ def test_one_token_is_one_kernel_that_spills_nothing(channels, programs):
     assert kernel.resources["registers"] * 128 * programs <= 2**16
 
 
+@pytest.mark.slow
 def test_one_token_of_several_states_is_a_chunk():
     rng = np.random.default_rng(10)
     ids, states = jnp.array([[1], [-1], [0]]), state(rng, B, 2, N, H, Hv)

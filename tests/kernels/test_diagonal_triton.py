@@ -108,6 +108,7 @@ def test_several_states_without_ids(name):
     against_the_contract(name, arguments_of(name, 1, 6, 3, num_states=3))
 
 
+@pytest.mark.slow
 def test_decays_of_every_size():
     """0, which keeps a state, to -inf, which leaves nothing of it; a token that has no step keeps a state whatever A is."""
     arguments = arguments_of("state_space_v1", 1, 13)

@@ -439,6 +439,7 @@ def test_when_tanh_is_exact(monkeypatch, given, exact):
     assert found == exact
 
 
+@pytest.mark.slow
 def test_other_gpus_have_the_plain_kernels():
     assert names_of_kernels(*program(call(**LONG)), compute_capability=80) == PLAIN
 

@@ -87,7 +87,7 @@ def test_the_activation_against_float64(activation, backend):
         )  # one less tanh is good to 1e-7 of the 12 that z reaches
 
 
-@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("backend", ["triton_gpu", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
 def test_nan_stays_nan(backend):
     """So that a guard of a run sees it."""
     x = jnp.zeros((2, 128)).at[0, 3].set(jnp.nan)

@@ -292,6 +292,7 @@ def test_on_a_mesh(name):
     check(value_and_gradients(run, floats, group_sizes=jnp.array(SIZES), **options), want)
 
 
+@pytest.mark.slow
 def test_more_on_a_mesh():
     a = inputs(32, 8, 6, 4)
     codes, scale = jnp.asarray(a["rhs"] * 40).astype(jnp.int8), jnp.full((6, 4, 4), 0.025, jnp.float32)

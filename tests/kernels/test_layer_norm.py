@@ -190,7 +190,7 @@ def test_gradients_of_what_is_given(backend, given):
     assert {n for n in wanted if not error(got[n], wanted[n]) < 5e-6} == set()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=[pytest.mark.slow] * (b == "pallas_tpu")) for b in BACKENDS])
 def test_a_stream_of_another_dtype(backend):
     a = {n: jnp.asarray(RNG.standard_normal((6, 40)), "float32") for n in ("x", "residual")}
     a |= {n: jnp.asarray(RNG.standard_normal(40), "float32") for n in ("weight", "bias")}

@@ -178,6 +178,7 @@ def test_65536_steps(decay, dtype, allowed):
     assert error(got[0], want[0]) < allowed and error(got[1], want[1][:, 0]) < allowed
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_length():
     """Temporaries of the compiled forward and backward. The states of all tokens would be 16 times what the query is."""
 

@@ -204,6 +204,7 @@ def test_any_requests_against_numpy(requests, seed):
     assert error(multi_latent_ragged_page_attention(*call), want) < 3e-6
 
 
+@pytest.mark.slow
 def test_requests_of_narrow_and_unsigned_integers():
     query, rope, cache, lens, tables, cuts, *weights = paged((9, 20), (2, 9), pages=200)[0]
     cache, tables = jnp.nan_to_num(cache), tables % 128
@@ -235,7 +236,8 @@ def test_a_cost_that_follows_kv_lens():
     assert compiled.memory_analysis().temp_size_in_bytes < 10 * 4 * (1 << 20) + (1 << 20)
 
 
-@pytest.mark.parametrize("differentiated", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("differentiated", [False, True])
 def test_memory_is_linear_in_the_length(differentiated):
     def temporaries(length):
         shapes = jax.eval_shape(lambda: inputs(1, 64, 64))

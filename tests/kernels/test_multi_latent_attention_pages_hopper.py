@@ -41,7 +41,8 @@ def batch(counts, lens, N, R, Hr, C, rest=0, seed=0):
 CALLS = {
     "decode": ((1, 1, 1), (300, 32, 1), 64, 128, 64, 64, 0, {}),
     "two_groups": ((1, 1), (130, 77), 128, 128, 64, 16, 0, {}),
-    "mixed": ((3, 1, 0, 2), (90, 40, 5, 2), 48, 256, 24, 32, 2, {"sliding_window": 50}),
+    "mixed": ((2, 1, 0), (90, 40, 5), 48, 256, 24, 32, 1, {"sliding_window": 50}),
+    "more_requests": ((3, 1, 0, 2), (90, 40, 5, 2), 48, 256, 24, 32, 2, {"sliding_window": 50}),
     "several_tokens": ((2, 2), (65, 200), 40, 128, 8, 8, 0, {"logits_soft_cap": 1.5}),
 }
 

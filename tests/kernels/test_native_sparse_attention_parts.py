@@ -84,7 +84,8 @@ def test_the_choice_is_its_contract_and_that_of_the_operation(backend):
     assert error(given, chosen) < 1e-6
 
 
-@pytest.mark.parametrize("backend", ["triton", *(pytest.param(b, marks=pytest.mark.slow) for b in ("xla", "pallas"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_of_the_keys_merge_to_the_whole(backend):
     """The first blocks by themselves, before all queries, and the others: as one call, also backward with the lse of both."""
     query, split = ARRAYS["query"], 8

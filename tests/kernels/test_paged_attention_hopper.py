@@ -65,6 +65,7 @@ def tiles_of(**arguments):
 
 
 SLOW = (
+    "two_prompts",
     "window",
     "all_keys",
     "pages_of_16",
@@ -147,7 +148,8 @@ def test_the_kernels_of_prompts_do_not_spill(capability):
 # Counts and lengths of requests: short ones before, between and after long ones, of which one ends within a tile, one is a
 # tile, and one is longer than its keys; rows before the first request and after the last.
 RAGGED = {
-    "prompts_and_decodes": ((1, 200, 1, 128, 0, 9), (77, 250, 0, 128, 40, 9), (2, 1), (128, 128), 16, {}),
+    "prompts_and_decodes": ((1, 130, 0, 9), (77, 150, 40, 9), (2, 1), (128, 128), 16, {}),
+    "two_prompts": ((1, 200, 1, 128, 0, 9), (77, 250, 0, 128, 40, 9), (2, 1), (128, 128), 16, {}),
     "window": ((260, 3, 130), (290, 200, 100), (4, 2), (64, 64), 64, {"window": (70, None)}),
     "all_keys": ((1, 129), (50, 333), (1, 1), (64, 64), 8, {"causal": False, "logits_soft_cap": 3.0, "softmax_aux": 1}),
     "none_is_long": ((1, 60, 70), (9, 80, 70), (1, 1), (64, 64), 16, {}),

@@ -66,16 +66,24 @@ def test_one_head_of_8_bits_and_of_keys_beside_values(rows_of_slots):
     assert all(rows_of_slots)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("T", "heads"), [(3, 1), (1, 2), (3, 2)])
-def test_the_lse(T, heads):
+@pytest.mark.parametrize(
+    ("T", "heads", "sinks"),
+    [
+        (3, 1, True),
+        *(
+            pytest.param(*how, marks=SLOW)
+            for how in ((3, 1, False), (1, 2, True), (1, 2, False), (3, 2, True), (3, 2, False))
+        ),
+    ],
+)
+def test_the_lse(T, heads, sinks):
     """Of sinks too, and -inf of a request without keys; where tables take several launches, each has its own rows."""
     a = rows_of(np.random.default_rng(3), 3, T, 48, LENS)
     a |= {n: a[n][:, :, :heads] for n in ("key_cache", "value_cache")}
-    for more in ({}, {"softmax_aux": jnp.asarray(normal(np.random.default_rng(4), N, 2))}):
-        got, wanted = on_pallas(lse_op, **a, **more, cfg=SMALL), lse_op(**a, **more, platform="xla")
-        assert [error(*x) <= FLOAT32 for x in zip(got, wanted, strict=True)] == [True, True]
-        assert bool(np.isinf(got[1][2]).all()) == (not more)
+    more = {"softmax_aux": jnp.asarray(normal(np.random.default_rng(4), N, 2))} if sinks else {}
+    got, wanted = on_pallas(lse_op, **a, **more, cfg=SMALL), lse_op(**a, **more, platform="xla")
+    assert [error(*x) <= FLOAT32 for x in zip(got, wanted, strict=True)] == [True, True]
+    assert bool(np.isinf(got[1][2]).all()) == (not sinks)
 
 
 # Counts, lengths, heads, widths of latents and of rotary keys, slots of a page, rows of no request; options.

@@ -281,6 +281,7 @@ def test_a_decode_step_keeps_several_blocks_of_keys_on_their_way():
     assert attend.resources["registers"] <= 168 and attend.shared_memory_bytes <= 75 * 1024
 
 
+@pytest.mark.slow
 def test_gpus_without_8_bit_floats_take_their_bits():
     """Triton has e4m3 from compute capability 89 on."""
     shape = jax.ShapeDtypeStruct
@@ -340,7 +341,8 @@ def test_rows_are_written_in_the_caches_own_memory():
 # -- what else decides ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, pytest.param((30, None), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, (30, None)])
 def test_tall_tiles_skip_the_mask_of_blocks_that_all_queries_see(window):
     rng = np.random.default_rng(5)
     a = rows_of(rng, 2, 24, 96, [96, 45])

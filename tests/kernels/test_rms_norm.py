@@ -133,7 +133,8 @@ def test_a_tpu_compiles_what_the_cases_of_the_code_tests_do_not_have(name):
     assert checks.mosaic_calls(checks.compile_tpu(*checks.call_of(op, CASES[name]))) == 2
 
 
-@pytest.mark.parametrize("which", ["the largest", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["the largest", "all"])
 def test_every_tpu_candidate_fits_vmem(which):
     case = CASES["model_8k"]
     candidates = list(op.backends["pallas_tpu"].candidates(op.bind(**checks.call_of(op, case)[1])))

@@ -130,6 +130,7 @@ def test_results_in_bfloat16_whichever_blocks_the_sums_allow(first, strong):
     compared(rounded, allowed=1e-2, chunk=64)
 
 
+@pytest.mark.slow
 def test_strong_decays_in_bfloat16():
     """Of every token, from a state and to one, by levels: a token's own decay counts, and what is not a pair may overflow."""
     rng = np.random.default_rng(11)
