@@ -272,9 +272,9 @@ class Launches:
         return dict(zip(shapes, outputs, strict=True))
 
     def stages_of(self, long: bool) -> dict[str, Any]:
-        """Returns warps and stages of a walk. With two stages two programs of a `long` one fit a multiprocessor, where there are
-        many parts of rows, with decays of heads: few_heads_32k on an H200 326 us for 436 from the end, 181 for 201 with outputs,
-        but 166 for 133 without."""
+        """Returns warps and stages of a walk. With two stages, two programs of a `long` walk fit on a multiprocessor; that
+        pays where rows have many parts and decays are of heads: few_heads_32k on an H200 took 326 us for 436 from the end, and
+        181 for 201 with outputs, but 166 for 133 without."""
         two = long and self.splits > 1 and self.writes is None and math.prod(self.walks) > MULTIPROCESSORS
         return self.stages | ({"num_stages": min(2, self.stages["num_stages"])} if two else {})
 
