@@ -124,8 +124,7 @@ SLOW = {
 FORWARD_ALONE = {
     ("linear_attention", "pallas_tpu", "decode"),
     ("delta_rule", "pallas_tpu", "decode"),
-    ("ragged_delta_rule", "pallas_tpu", "small"),
-    ("ragged_delta_rule", "pallas_tpu", "decode"),
+    *(("ragged_delta_rule", backend, case) for backend in ("pallas_tpu", "triton_gpu") for case in ("small", "decode")),
 }
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
 # Cases with that tag which a backend has no kernels for: its own are in others.
