@@ -254,7 +254,7 @@ def _kept(w: Matrix, of_w: Operands) -> Kept:
 
 
 def fuses(shape: tuple[int, ...], precision: str) -> bool:
-    """Returns whether an operation quantises what it computes of a device's array [..., D]."""
+    """Returns whether a kernel can compute and quantise in one pass, given the shape of a device's array [..., D]."""
     return _together(SCALINGS[PRECISIONS[precision].scaling]) and not (math.prod(shape[:-1]) % 128 or shape[-1] % 128)
 
 

@@ -182,25 +182,27 @@ def _narrow(
         x, norm = _before_norm(normed, precision) or (x, None)
         return narrow_products(dims, x, norm, [Matrix(w) for w in values], precision)
     axes = on_mesh(current_layout().activations, here)
-    dims_x, sizes = dims[0][0], dict(zip(dims[0][0], x.shape))
-    for (_, of, _), w in zip(dims, values, strict=True):
-        sizes |= dict(zip(of, w.shape))
+    dims_x = dims[0][0]
+    of_x = dict(zip(dims_x, x.shape, strict=True))
+    # Of each product: matrices may have a dim of one name in several sizes.
+    sizes = [of_x | dict(zip(of, w.shape, strict=True)) for (_, of, _), w in zip(dims, values, strict=True)]
     made = [gathered_blocks(w, of, dims_x, mesh) for w, (_, of, _) in zip(weights, dims, strict=True)]
     whole = tuple(stays(w.values.shape, of, mesh) for w, (_, of, _) in zip(weights, dims, strict=True))
 
-    def placed(names: list[str]) -> Any:
+    def placed(names: list[str], sizes: dict[str, int] = of_x) -> Any:
         return spec(names, axes, shape=[sizes[n] for n in names], mesh=here, what="activation")
 
     x, norm = _before_norm(normed, precision, placed(dims_x), here) or (x, None)
-    split = tuple(a for d in dims_x if d in dims[0][1] for a in axes_in(spec([d], axes, shape=[sizes[d]], mesh=here)))
+    split = tuple(a for d in dims_x if d in dims[0][1] for a in axes_in(spec([d], axes, shape=[of_x[d]], mesh=here)))
 
     def on_shard(x: jax.Array, norm: Norm | None, values: list[jax.Array], blocks: list[Any]) -> tuple[jax.Array, ...]:
         flattened = [flat(b, of, dims_x) for b, (_, of, _) in zip(blocks, dims, strict=True)]
         products = narrow_products(dims, x, norm, list(map(Matrix, values, flattened, whole)), precision)
         return jax.lax.psum(products, split) if split else products
 
-    outs = tuple(placed(of) for _, _, of in dims)
-    specs = placed(dims_x), _everywhere(norm, here), [placed(of) for _, of, _ in dims], [spec_of(b, here) for b in made]
+    outs = tuple(placed(of, n) for (_, _, of), n in zip(dims, sizes, strict=True))
+    of_matrices = [placed(of, n) for (_, of, _), n in zip(dims, sizes, strict=True)]
+    specs = placed(dims_x), _everywhere(norm, here), of_matrices, [spec_of(b, here) for b in made]
     return map_shards(on_shard, here, specs, outs)(x, norm, values, [b and b.blocks for b in made])
 
 

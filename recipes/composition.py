@@ -53,7 +53,7 @@ def _of_variants(schema: type, words: tuple[str, ...]) -> Callable[[], Any]:
         config = hydra.compose("train", overrides=list(words))
     try:  # a pickle is read in a tenth of the time of a deep copy
         return functools.partial(pickle.loads, pickle.dumps(config))
-    except (pickle.PicklingError, AttributeError):  # sections of plugins may be of types that no module has
+    except (pickle.PicklingError, AttributeError, TypeError):  # sections of plugins may be of types that no module has
         return functools.partial(copy.deepcopy, config)
 
 

@@ -270,7 +270,6 @@ def test_a_backend_file_may_be_imported_by_hand():
     )
 
 
-@pytest.mark.slow
 def test_eight_first_calls_at_once_load_the_backends_once_and_all_succeed():
     run_python(
         "import threading, jax.numpy as jnp, kernels\n"

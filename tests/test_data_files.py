@@ -382,7 +382,6 @@ def test_a_cache_that_cannot_be_kept_or_read_is_an_error(tmp_path, monkeypatch):
         build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
 
 
-@pytest.mark.slow
 def test_a_killed_build_leaves_nothing_that_is_served(tmp_path):
     write_files(tmp_path)
     code = (

@@ -178,7 +178,6 @@ def test_many_random_routes(call):
     check_route(call)
 
 
-@pytest.mark.slow
 def test_documents_packed_in_rows_are_those_in_rows_of_their_own():
     """And whatever lies in padding, a NaN too, changes nothing, neither a value nor a gradient."""
     arrays, ids = chosen(inputs(), *SHARED), np.array([[0] * 4 + [1] * 3, [-1] * 7])

@@ -258,11 +258,7 @@ def test_every_file_is_what_the_results_say():
 
 @pytest.mark.parametrize(
     ("device", "name"),
-    [  # the delta rule's has a class for each of many cases
-        pytest.param(d, name, marks=[pytest.mark.slow] * (name == "delta_rule" and "h200" not in d))
-        for d, data in SHIPPED.items()
-        for name in data["operations"]
-    ],
+    [(d, name) for d, data in SHIPPED.items() for name in data["operations"]],
 )
 def test_what_is_shipped_is_of_classes_and_backends_that_there_are(device, name):
     op = OPERATIONS[name]

@@ -139,7 +139,6 @@ def test_on_a_mesh_experts_have_the_numbers_of_one_device(axes):
         assert 0.01 < off(g, want) < 0.1
 
 
-@pytest.mark.slow
 def test_on_hopper_a_token_is_quantised_once_and_matrices_once_for_both_directions():
     def run(x, gate_up, down, d):
         return of_experts(x, gate_up, down, d)

@@ -54,7 +54,7 @@ def batch_of(rows=8, length=12, seed=0):
 SGD = optax.sgd(1.0)  # its update is the gradient itself
 
 
-@pytest.mark.slow  # steps of layers and of mixtures accumulate too
+@pytest.mark.slow  # steps of layers accumulate too
 def test_accumulation_is_the_whole_batch():
     params, batch = parameters(), batch_of()
     results = []

@@ -107,7 +107,6 @@ def test_a_process_without_tls_is_turned_away(door, monkeypatch):
     assert not door.door._members
 
 
-@pytest.mark.slow
 def test_a_door_without_tls_is_not_taken_for_one_with(folders):
     server = listening("", 0)
     door = Door(who(0), server, Presence(), print)

@@ -115,7 +115,7 @@ def test_parameters_and_moments_are_split_over_the_sequence_too():
     assert leaves and {math.prod(x.shape) // math.prod(x.sharding.shard_shape(x.shape)) for x in leaves} == {8}
 
 
-# Quick: the first step, the one after a stop, and the last but one.
+# Quick: the last but one.
 @pytest.mark.parametrize("stops", [(5,), pytest.param((1, 2, 3, 4, 5), marks=pytest.mark.slow)])
 def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(stops, whole, corpus, tmp_path):
     for stop in stops:

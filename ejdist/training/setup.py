@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import tempfile
 from collections.abc import Sequence
@@ -285,8 +286,8 @@ def _writable(key: str, folder: str) -> Path:
             dir=existing
         ).close()  # permissions do not tell: root may write what no one can, as in /proc
     except OSError as error:
+        remedy = ", or fix its permissions" if error.errno in (errno.EACCES, errno.EPERM) else ""
         raise ValueError(
-            f"{key} = {folder!r}: {existing} cannot be written ({error.strerror}); choose another folder, or fix its "
-            "permissions"
+            f"{key} = {folder!r}: {existing} cannot be written ({error.strerror}); choose another folder{remedy}"
         ) from error
     return directory

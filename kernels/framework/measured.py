@@ -132,7 +132,10 @@ def configuration(op: Operation, call: Call, platform: str, backend: Backend) ->
     if backend.candidates is None or backend.heuristic is None:
         return None
     heuristic = backend.heuristic(call, platform)
-    cfg = decode(type(heuristic), shipped["config"])
+    try:
+        cfg = decode(type(heuristic), shipped["config"])
+    except ValueError:  # its fields are those of older code
+        return None
     return completed(cfg, heuristic) if cfg in (heuristic, *backend.candidates(call)) else None
 
 

@@ -126,8 +126,7 @@ def test_rows_of_packed_sequences():
     assert none.final.tolist() == [[NOTHING, 4, NOTHING, NOTHING, 1, 2]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_with_the_sequence_split(documents):
     rng = np.random.default_rng(5)
     x, weight, state = (rng.standard_normal(s).astype(np.float32) for s in ((1, 16, 4), (4, 4), (1, 4, 3)))

@@ -47,9 +47,9 @@ def gradients_of(arguments, d, in_one, **options):
 @pytest.mark.parametrize(
     ("dtype", "documents", "gate", "heads"),
     [
-        ("bfloat16", True, "head", (1, 2)),
+        ("bfloat16", True, "head", (2, 4)),
         ("bfloat16", True, "channel", (1, 2)),
-        pytest.param("float16", False, None, (2, 2), marks=pytest.mark.slow),
+        pytest.param("float16", False, None, (1, 2), marks=pytest.mark.slow),
         pytest.param("bfloat16", False, "head", (1, 3), marks=pytest.mark.slow),
         pytest.param("float16", False, "channel", (3, 3), marks=pytest.mark.slow),
     ],

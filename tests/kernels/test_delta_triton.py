@@ -80,8 +80,7 @@ def test_decays_of_every_size(decay):
     compared(arguments, {"use_qk_l2norm": True, "softmax_scale": 0.7}, chunk=32, block_v=16, heads=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_both_ways_at_once_of_what_the_forward_kept(packed):
     """Documents, padding, states in and out, and keys that heads share."""
     rng = np.random.default_rng(12)

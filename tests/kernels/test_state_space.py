@@ -295,7 +295,7 @@ def test_memory_is_linear_in_the_length(name):
 # -- on a mesh ---------------------------------------------------------------------------------------------------------
 
 MESHES = {"sp1": {"sp": 1}, "sp2": {"dp": 2, "sp": 2, "tp": 2}, "sp4": {"sp": 4}, "sp8": {"sp": 8}}
-QUICK: set[tuple[str, str, str]] = set()  # recurrences over ranks are quick in test_runs.py
+QUICK = {("v2", "documents", "sp2")}
 
 
 @pytest.mark.parametrize(

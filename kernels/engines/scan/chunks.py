@@ -38,9 +38,10 @@ class ChunkConfig(Tunables):
       heads: heads of a group that one program takes: it computes their products once, and sums their gradients (Triton).
       backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
       at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split (Triton).
-      in_one: whether one kernel for Hopper computes all gradients of a delta rule's chunks with decays of heads, or with decays
-        of channels its products with states; if heads have 128 channels and chunks 64 tokens, with decays of channels whole
-        rows in such chunks, and sequences no states of their own (Triton).
+      in_one: on Hopper, whether one kernel computes all gradients of a delta rule's chunks with decays of heads. With decays of
+        channels: whether one computes their products with states. Calls that these kernels do not have take the others: they
+        have 16 bits, heads of 128 channels and chunks of 64 tokens, and with decays of channels whole chunks and one state for
+        a row (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
         its values in all (Triton).
     """

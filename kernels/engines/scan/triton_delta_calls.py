@@ -1,4 +1,4 @@
-"""Calls of the kernels in `triton_delta.py`: what a backward computes again, and tile sizes."""
+"""Calls of the kernels in `triton_delta.py`: and what a backward computes again."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
 
 
 def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """Returns (what `forward` does, what `backward` takes of it where decays are of heads: see `kept_of`)."""
+    """Returns (what `forward` does, what `backward` takes of it: see `kept_of`)."""
     pairs = run.pairs()
     parts = run.parts(pairs[1])
     found = run.walk(*pairs, ("out", "exits"), parts[1])

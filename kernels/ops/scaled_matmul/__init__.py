@@ -205,8 +205,8 @@ quantize_both_ways = public_as_declared(
 
 normalize_both_ways = public_as_declared(
     norm_both_ways_op,
-    """Returns `quantize_both_ways` of rms_norm(x, weight), which is rounded to the dtype of x before, and rstd, float32 [M],
-    which `rms_norm_cotangents` takes.
+    """Returns `quantize_both_ways` of rms_norm(x, weight), first rounded to the dtype of x; and also rstd, float32 [M], which
+    `rms_norm_cotangents` takes.
 
     On GPUs that have 8-bit floats the norm is not written: x is read for rstd, and once more for both operands. With
     `entries=None` it is read a third time, for the largest magnitudes of rows and columns.
