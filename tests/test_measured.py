@@ -206,8 +206,9 @@ def test_a_program_for_another_gpu_is_chosen_anew(monkeypatch, tmp_path, chip):
 
 
 def test_a_shipped_configuration_stands_behind_the_users_own(chip, tmp_path):
-    def shipped(version, blocks, T=4):
-        configs = {"cosine": {"version": version, "config": dataclasses.asdict(KernelConfig(FwdParams(blocks)))}}
+    def shipped(version, blocks, T=4, **more):
+        config = dataclasses.asdict(KernelConfig(FwdParams(blocks))) | more
+        configs = {"cosine": {"version": version, "config": config}}
         chip({"sine": [9.0], "cosine": [1.0]}, configs=configs)
         op = make_op()
         request = Request(op, op.backends["cosine"], op.bind(jnp.ones((T, 5))), "cuda", None, lambda r: None)
@@ -216,6 +217,7 @@ def test_a_shipped_configuration_stands_behind_the_users_own(chip, tmp_path):
     chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path / "own"), autotune=False)
     assert shipped(2, 32)[1] == FwdParams(q_blocksize=32, kv_blocksize=4), "the rest is completed"
     assert shipped(1, 32)[1].q_blocksize == 8, "of older code"
+    assert shipped(2, 32, gone=None)[1].q_blocksize == 8, "of code with other fields"
     assert shipped(2, 64)[1].q_blocksize == 8, "no candidate"
     assert shipped(2, 32, T=1)[1].q_blocksize == 8, "not a candidate for this call with the same key"
     request, _ = shipped(2, 32)
