@@ -127,7 +127,7 @@ def check_device(precision: str, device: Any) -> None:
 @partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["eps"])
 @dataclass(frozen=True)
 class Norm:
-    """The RMS norm of an array before its products. (Of an array, or how that lies on a mesh.)"""
+    """The RMS norm that products read. `weight` is an array, or its partition spec."""
 
     weight: Any
     eps: float

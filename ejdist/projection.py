@@ -207,7 +207,7 @@ def _narrow(
 
 
 def _everywhere(norm: Norm | None, mesh: Any) -> Norm | None:
-    """Returns how a norm lies on a mesh."""
+    """Returns the partition specs of a norm, whose weight every device has whole."""
     return norm and Norm(spec(["_"], {}, shape=norm.weight.shape, mesh=mesh), norm.eps)
 
 

@@ -297,7 +297,7 @@ CONFIG = DecoderConfig(
 
 
 def loss_of(config, mesh=None, tokens=32):
-    """Returns (the loss of a batch, rows of so many tokens, as a function of the parameters, these)."""
+    """Returns (a function from parameters to the loss of one batch, parameters to begin with). `tokens`: of each row."""
     ops, model = bind_ops(mesh), config.build()
     params = initialise(model.declared, jax.random.key(0))
     rng = np.random.default_rng(1)

@@ -73,7 +73,7 @@ def _load(q_desc, rope_desc, cache_desc, items_ptr, tables_ptr, queries, entries
             page = request
             if tables_ptr is not None:
                 page = gl.load(tables_ptr + request.to(gl.int64) * O.LONGEST + gl.minimum(entry, O.LONGEST - 1))
-            pages = pages + (gl.minimum(gl.maximum(page, 0), O.PAGES - 1),)  # noqa: RUF005, the compiler takes no star
+            pages = pages + (gl.minimum(gl.maximum(page, 0), O.PAGES - 1),)
         mbarrier.wait(free.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), PANELS * PARTS * cache_desc.nbytes_per_cta)
         slot = n * O.BLOCK_K % O.C

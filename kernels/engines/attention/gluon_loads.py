@@ -87,7 +87,7 @@ def load_keys(k_desc, k_rope_desc, v_desc, list_ptr, table_ptr, batch, head, end
             for j in gl.static_range(O.BLOCK_K // PART):
                 entry = gl.minimum((row + j * PART) // O.PAGE, O.TABLE - 1)
                 page = gl.load(table_ptr + batch * O.TABLE + entry)
-                pages = pages + (gl.minimum(gl.maximum(page, 0), O.PAGES - 1),)  # noqa: RUF005, the compiler takes no star
+                pages = pages + (gl.minimum(gl.maximum(page, 0), O.PAGES - 1),)
             load_pages(k_desc, pages, row, head, keys, stage, phase, HEAD_TILES, O)
             load_pages(v_desc, pages, row, head, values, stage, phase, VALUE_TILES, O)
         stage, phase = after(stage, phase, STAGES)

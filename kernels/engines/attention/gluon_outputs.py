@@ -53,7 +53,7 @@ def _merged(sofar, lse, out, place, n, qi, row, O: gl.constexpr):
     for i in gl.static_range(len(out)):
         at, inside = _places(out[i], place, n, row, O, i * out[i].shape[1])
         before_out = gl.load(sofar_out_ptr + at, mask=inside, other=0.0).to(gl.float32)
-        merged = merged + (before_out * kept[:, None] + out[i] * added[:, None],)  # noqa: RUF005, the compiler takes no star
+        merged = merged + (before_out * kept[:, None] + out[i] * added[:, None],)
     return both, merged
 
 

@@ -28,7 +28,7 @@ def add_values(p, v_tiles, stage, acc):
     sums = ()
     for i in gl.static_range(len(acc)):
         v = v_tiles.index(len(acc) * stage + i)
-        sums = sums + (warpgroup_mma(p, v, acc[i], is_async=True),)  # noqa: RUF005, the compiler takes no star
+        sums = sums + (warpgroup_mma(p, v, acc[i], is_async=True),)
     return sums
 
 
@@ -46,5 +46,5 @@ def times(acc, factor):
     """Returns the sums with each row times its factor."""
     sums = ()
     for i in gl.static_range(len(acc)):
-        sums = sums + (acc[i] * factor[:, None],)  # noqa: RUF005
+        sums = sums + (acc[i] * factor[:, None],)
     return sums

@@ -1,7 +1,8 @@
 """Gluon kernel for Hopper of the products with states and values in the gradients of a delta rule with decays of channels.
 
 Two kernels of `triton_channels.py` in one, which reads what is written and states once: 536 MB of `kimi_linear`, not 737.
-What decays do to these gradients follows in `triton_channel_steps.py`. Roles are as in `gluon_delta.py`, without keys.
+What decays do to these gradients follows in `triton_channel_steps.py`. Roles are as in `gluon_delta.py`, without keys. No GPU
+has run it, so it is off by default and no candidate of the tuner.
 """
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
@@ -92,7 +93,7 @@ def _multiply(inputs, outputs, stages, hands, B: gl.constexpr, T: gl.constexpr, 
             both = ()
             for i in gl.static_range(4):
                 x, y = state.slice(16 * i, 16, 0).load(WIDE), d_state.slice(16 * i, 16, 0).load(WIDE)
-                both = both + (passed[i] + gl.sum(x.to(gl.float32) * y.to(gl.float32), axis=1),)  # noqa: RUF005, no star here
+                both = both + (passed[i] + gl.sum(x.to(gl.float32) * y.to(gl.float32), axis=1),)
             passed = both
             value, column = tiles.index(first + 3), n * WIDTH + half * C
             upper = of_values(

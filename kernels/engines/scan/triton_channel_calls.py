@@ -290,11 +290,11 @@ class DeltaLaunches(delta.Launches):
         self.fades, self.decays = (None, None, whole), (sums, whole, first)
         return sums, first
 
-    def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
+    def gradients(self, d_out: Any, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
         """Returns the gradients of q, k, v, beta and a. See `delta.Launches.gradients`."""
-        states, written = found["states"], found["written"]
+        states, written = walked["states"], walked["written"]
         if self.in_one:
-            of_states, (*of_written, of_values, dv) = gluon.products(self, d_out, found, of_end)
+            of_states, (*of_written, of_values, dv) = gluon.products(self, d_out, walked, of_end)
         else:
             of_states = self.decays_of.states(written, d_out, states, of_end["d_states"])
             *of_written, of_values, dv = self.decays_of.written(self.x.v, written, of_end["du"], states)

@@ -282,19 +282,19 @@ class Launches:
         """Returns the constants of a walk."""
         return self.common | {"K": self.keeps.shape[2]}
 
-    def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
+    def gradients(self, d_out: Any, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
         """Returns the gradients of q, k, v, beta and a, None for what is None.
 
         Args:
-          found: "written" and "states" of `walk`.
+          walked: "written" and "states" of `walk`.
           of_end: "du" and "d_states" of `reverse`.
         """
         if self.in_one:
-            return gluon.gradients(self, d_out, found, of_end)
+            return gluon.gradients(self, d_out, walked, of_end)
         x, cfg, (B, N, chunks), (T, K) = self.x, self.cfg, self.chunks, self.x.q.shape[1:3]
-        read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
+        read = scalar.Tokens(x.q, x.k, walked["written"], x.a, None, None, x.segment_ids, None)
         of_reads = scalar.Launches(read, N, self.states[1], self.scale, cfg, None, self.fades)
-        d = of_reads.gradients(d_out, found["states"], of_end["d_states"], parts_of_keys=True)
+        d = of_reads.gradients(d_out, walked["states"], of_end["d_states"], parts_of_keys=True)
         each = math.gcd(cfg.heads or 1, N // K)
         per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
         shapes = {
@@ -312,9 +312,9 @@ class Launches:
             self.fades[0],
             self.layout.runs,
             self.layout.table,
-            found["written"],
+            walked["written"],
             of_end["du"],
-            found["states"],
+            walked["states"],
             d["k"],
             out_shape=tuple(shapes.values()),
             grid=(chunks * B * (N // each),),
@@ -344,8 +344,8 @@ def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.A
     """Returns (what `forward` does, what `backward` takes of it: see `kept_of`)."""
     pairs = run.pairs()
     parts = run.parts(pairs[1])
-    found = run.walk(*pairs, ("out", "exits"), parts[1])
-    outputs = found["out"], run.layout.exits(found["exits"], run.x.entries)
+    walked = run.walk(*pairs, ("out", "exits"), parts[1])
+    outputs = walked["out"], run.layout.exits(walked["exits"], run.x.entries)
     kept = dict(zip(run.names_kept, (*pairs, *run.fades), strict=False))
     if keeps_parts(run.chunks[-1], run.states[-1], run.cfg):
         kept |= dict(zip(KEPT_OF_PARTS, parts, strict=True))
@@ -385,13 +385,13 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = No
     d_exits = d_exits.astype(jnp.float32)
     weights, solve = run.pairs() if kept is None else run.pairs_of(kept)
     if run.at_once:
-        found = of_end = run.both_walks(weights, solve, d_out, d_exits)
+        walked = of_end = run.both_walks(weights, solve, d_out, d_exits)
     else:
         maps, starts = run.parts(solve, kept)
-        found = run.walk(None, solve, ("written", "states"), starts)
+        walked = run.walk(None, solve, ("written", "states"), starts)
         if maps is not None:
             added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
             starts = run.starts(maps, added)
         of_end = run.reverse(weights, solve, d_out, d_exits, ("du", "d_states", "d_entries"), starts)
     entries = None if run.x.entries is None else run.layout.exits(of_end["d_entries"], d_exits)
-    return run.gradients(d_out, found, of_end) | {"entries": entries}
+    return run.gradients(d_out, walked, of_end) | {"entries": entries}

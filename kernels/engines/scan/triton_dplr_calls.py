@@ -146,10 +146,10 @@ class Launches(delta.Launches):
         )
         return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
-    def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
+    def gradients(self, d_out: Any, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
         """Returns the gradients of q, w, k, v, a and b. See `delta.Launches.gradients`."""
         x, of, valid = self.tokens, self.decays_of, self.layout.valid
-        v, states, written, of_chunk = x.v, found["states"], found["written"], self.found
+        v, states, written, of_chunk = x.v, walked["states"], walked["written"], self.found
         tokens, square, precision = of.tokens(), of.squares(), precisions(x.k.dtype)[1]
         stages = gradient_tiles(self.cfg, x.k.dtype, v.shape[3], 8)
         if self.common["BLOCK_H"] > 64:  # three of both states exceed shared memory

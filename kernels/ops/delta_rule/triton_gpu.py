@@ -192,8 +192,8 @@ def of_chunks(call, platform):
 
 
 def others(call):
-    found = [_tiles(call, cfg) for cfg in delta_tiles.candidates(call)]
-    return [*found, *(replace(cfg, in_one=False) for cfg in found[:1] if cfg.in_one)]
+    tiles = [_tiles(call, cfg) for cfg in delta_tiles.candidates(call)]
+    return [*tiles, *(replace(cfg, in_one=False) for cfg in tiles[:1] if cfg.in_one)]
 
 
 rwkv7_heuristic = decode.heuristic(dplr.heuristic, lambda call: decode.OF_CHANNELS)
