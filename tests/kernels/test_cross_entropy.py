@@ -14,7 +14,7 @@ from grid import error, value_and_gradients
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported
-from kernels.engines.rows import vocabulary_pallas
+from kernels.engines.rows import vocabulary, vocabulary_pallas
 from kernels.framework.interpret import interpret
 from kernels.ops.cross_entropy import (
     CrossEntropyConfig,
@@ -207,6 +207,27 @@ def test_a_vocabulary_that_is_masked_out_in_part(cap, tiles, monkeypatch):
             for actual, want in zip(got, truth, strict=True):
                 np.testing.assert_allclose(actual, want, rtol=3e-6, atol=3e-5)
             np.testing.assert_allclose(gradients["logits"], wanted["logits"], atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [16, 64], ids=["several tiles", "one tile"])
+def test_columns_that_align_rows_are_no_entries(size, monkeypatch):
+    """Logits are -90 and less, so that a logit of 0 would be most of every softmax, and its share infinite."""
+    monkeypatch.setattr(vocabulary, "_WORTH_WIDENING", T)
+    hidden, head, targets, weights = (jnp.asarray(x, dtype) for x, dtype in zip(inputs(), "ffif", strict=True))
+    x, w = 1 + abs(hidden), -12 - abs(head)
+    assert vocabulary.widened([(x, w)])[0][1].shape == (D, 40)
+    assert vocabulary.widened([(x[1:], w)])[0][1] is w and vocabulary.widened([(x, w[:, 1:])])[0][1].shape == (D, 36)
+    cfg = CrossEntropyConfig(block_rows=10, block_vocab=size, num_warps=1)
+    sums = {"z_loss": 1e-3, "label_smoothing": 0.1}
+    for operation, a in (
+        (op, {"hidden": x, "lm_head": w, "targets": targets}),
+        (sums_op, {"hidden": x, "lm_head": w, "targets": targets, "weights": weights, **sums}),
+    ):
+        truth, wanted, d = value_and_gradients(operation.function, a)
+        with interpret():
+            got, gradients, _ = value_and_gradients(lambda **a: operation(**a, platform="triton", cfg=cfg), a, d)  # noqa: B023
+        for actual, want in [*zip(got, truth, strict=True), *((gradients[n], wanted[n]) for n in wanted)]:
+            assert error(actual, want) < 1e-4  # float32 holds a logit of 150 to 8e-6
 
 
 def test_a_row_that_is_no_number_is_none_and_no_other_row_is():

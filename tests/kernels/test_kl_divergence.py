@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported, fused_kl_divergence
-from kernels.engines.rows import vocabulary_pallas
+from kernels.engines.rows import vocabulary, vocabulary_pallas
 from kernels.framework.interpret import interpret
 from kernels.ops.kl_divergence import KLDivergenceConfig
 from kernels.ops.kl_divergence.contract import logits_op, op
@@ -345,6 +345,24 @@ def test_kernels_with_the_vocabulary_split_over_the_devices_of_a_mesh():
     with interpret():
         got = value_and_gradient(ejdist.fused_kl_divergence, mesh=make_mesh(dp=2, tp=2), platform="triton")
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6, rtol=1e-5), got, wanted)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_columns_that_align_rows_are_no_entries(reverse, monkeypatch):
+    """Logits are about -90 and less, so that a logit of 0 would be most of every softmax, and its share infinite."""
+    monkeypatch.setattr(vocabulary, "_WORTH_WIDENING", 5)
+    rng = np.random.default_rng(0)
+    hidden, head, other, others = (abs(rng.standard_normal(s, "f")) for s in ((5, 8), (8, 37), (5, 6), (6, 37)))
+    a = {"hidden": 1 + hidden, "lm_head": -12 - head, "teacher_hidden": 1 + other, "teacher_lm_head": -12 - others}
+    assert vocabulary.widened([(a["hidden"], a["lm_head"])])[0][1].shape == (8, 40)
+    a = {name: jnp.asarray(x) for name, x in a.items()} | {"reverse": reverse}
+    of = ("teacher_hidden", "teacher_lm_head")
+    truth, wanted, d = value_and_gradients(op.function, a, no_gradient=of)
+    cfg = KLDivergenceConfig(block_rows=3, block_vocab=16, num_warps=1)
+    with interpret():
+        got, gradients, _ = value_and_gradients(lambda **a: op(**a, platform="triton", cfg=cfg), a, d, of)
+    for actual, want in [*zip(got, truth, strict=True), *((gradients[n], wanted[n]) for n in wanted)]:
+        assert error(actual, want) < 1e-4  # float32 holds a logit of 150 to 8e-6
 
 
 def test_dispatch_and_refusals():

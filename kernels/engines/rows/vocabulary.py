@@ -22,6 +22,10 @@ from kernels.framework.work import Work, nbytes
 # Every block reads lm_head and, in a backward, reads and writes its float32 gradient, so below about a thousand rows the
 # matmuls are bound by memory for any vocabulary.
 _LEAST_ROWS = 1024
+# From so many tokens on, a copy of lm_head with rows that `widened` aligns costs less than products that read it as it is.
+_WORTH_WIDENING = 256
+# Bytes to which cuBLAS needs rows of matrices aligned, to read them at full speed.
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,16 @@ def _in_blocks(x: jax.Array, rows: int, fill: int = 0) -> jax.Array:
 
 Models = Sequence[tuple[jax.Array, jax.Array]]  # (hidden [*lead, D], lm_head [D, V]) of each
 Row = Mapping[str, jax.Array]  # other arrays per token, by name
+
+
+def widened(models: Models) -> Models:
+    """Returns the models with lm_head [D, V or a few more]: columns of zeros align its rows, and those of logits, for the
+    products of GPUs. Unchanged where they are aligned, or tokens so few that the copy would take longer."""
+    entries = _ALIGNED // min(lm_head.dtype.itemsize for _, lm_head in models)
+    missing = -models[0][1].shape[1] % entries
+    if not missing or math.prod(models[0][0].shape[:-1]) < _WORTH_WIDENING:
+        return models
+    return [(hidden, jnp.pad(lm_head, [(0, 0), (0, missing)])) for hidden, lm_head in models]
 
 
 def outputs_by_block(

@@ -74,28 +74,37 @@ def log2_of_lanes(largest, total):
 
 
 def passed(
-    kernel: Any, logits: Sequence[jax.Array], rows: Sequence[jax.Array], cfg: Any, *, outputs: Any, **options: Any
+    kernel: Any,
+    logits: Sequence[jax.Array],
+    rows: Sequence[jax.Array],
+    cfg: Any,
+    *,
+    outputs: Any,
+    V: int | None = None,
+    **options: Any,
 ) -> Any:
     """Returns the outputs of `kernel`, a tuple.
 
     Args:
-      logits: [M, V] each.
+      logits: [M, W] each.
       rows: [M] each.
-      outputs: the number of float32 [M] outputs, with a program per row; or the dtype of a single [M, V] output, with a
+      outputs: the number of float32 [M] outputs, with a program per row; or the dtype of a single [M, W] output, with a
         program per tile.
+      V: the vocabulary, where W is larger: columns past it are no entries, and those of the output are 0.
     """
-    M, V = logits[0].shape
+    M, W = logits[0].shape
     by_row = isinstance(outputs, int)
-    out = (jax.ShapeDtypeStruct((M,), jnp.float32),) * outputs if by_row else (jax.ShapeDtypeStruct((M, V), outputs),)
+    out = (jax.ShapeDtypeStruct((M,), jnp.float32),) * outputs if by_row else (jax.ShapeDtypeStruct((M, W), outputs),)
     return triton_launch(
         kernel,
         *logits,
         *rows,
         out_shape=out,
-        grid=(M,) if by_row else (M, triton.cdiv(V, cfg.block_vocab)),
+        grid=(M,) if by_row else (M, triton.cdiv(W, cfg.block_vocab)),
         num_warps=cfg.num_warps,
         work=vocabulary.work_of_pass(logits, rows, out),
-        V=V,
+        V=W if V is None else V,
+        W=W,
         BLOCK_V=cfg.block_vocab,
         **(options | {"LANE": LANE} if by_row else options),
     )

@@ -3,6 +3,8 @@
 A backend provides two functions of logits [rows, V]; the arrays in `row` are [rows]:
   outputs: (logits, targets, soft cap, cfg) -> (lse, target_logit, mean_logit), [rows] each.
   pull: (logits, row, dtype, soft cap, cfg) -> their gradient, in that dtype; `row` has `PER_TOKEN`.
+
+Of a backend that says `widens`, logits may be [rows, V and a few more], and both functions take V, too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.rows.losses import ALSO_IGNORED
-from kernels.engines.rows.vocabulary import bent, flat, gradients_by_block, outputs_by_block, shares
+from kernels.engines.rows.vocabulary import bent, flat, gradients_by_block, outputs_by_block, shares, widened
 from kernels.ops.cross_entropy.contract import Terms, logits_op, op, summed, sums_op, terms_of_tokens
 
 # Logits of one block: 2^26 float32 are 256 MiB.
@@ -49,24 +51,36 @@ def _per_token(saved: Mapping[str, jax.Array], targets: jax.Array) -> dict[str, 
     return {name: targets if name == "targets" else saved[name] for name in PER_TOKEN}
 
 
-def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> None:
-    """Registers a backend of both operations on hidden states: terms per token, and their sums."""
+def register(name: str, outputs_of: Callable, pull: Callable, *, widens: bool = False, **facts: Any) -> None:
+    """Registers a backend of both operations on hidden states: terms per token, and their sums.
+
+    Args:
+      widens: whether its functions take logits with columns past the vocabulary, see `widened`.
+    """
+
+    def model(hidden: jax.Array, lm_head: jax.Array) -> tuple[Any, dict[str, int]]:
+        """Returns the model whose logits its functions read, and what else they are called with."""
+        return (widened([(hidden, lm_head)]), {"V": lm_head.shape[1]}) if widens else ([(hidden, lm_head)], {})
 
     def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
+        models, also = model(hidden, lm_head)
+
         def outputs(logits: list, row: Any) -> Any:
-            return outputs_of(logits[0], row["targets"], logits_soft_cap, cfg)
+            return outputs_of(logits[0], row["targets"], logits_soft_cap, cfg, **also)
 
         row, padding = {"targets": targets}, {"targets": -1}
-        return outputs_by_block([(hidden, lm_head)], row, cfg.block_rows, outputs, padding)
+        return outputs_by_block(models, row, cfg.block_rows, outputs, padding)
 
     def backward(saved, hidden, lm_head, targets, logits_soft_cap, cfg):
+        models, also = model(hidden, lm_head)
+
         def pulled(logits: list, row: Any) -> Any:
-            return pull(logits[0], row, hidden.dtype, logits_soft_cap, cfg), ()
+            return pull(logits[0], row, hidden.dtype, logits_soft_cap, cfg, **also), ()
 
         # A padded row has cotangents of zero, and lse = 0 keeps its exponential finite.
         row, padding = _per_token(saved, targets), {"targets": -1}
-        d_hidden, d_head, _ = gradients_by_block([(hidden, lm_head)], row, cfg.block_rows, pulled, padding)
-        return {"hidden": d_hidden, "lm_head": d_head}
+        d_hidden, d_head, _ = gradients_by_block(models, row, cfg.block_rows, pulled, padding)
+        return {"hidden": d_hidden, "lm_head": d_head[:, : lm_head.shape[1]]}
 
     def forward_sums(hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg):
         how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
@@ -76,9 +90,10 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
     def walked(hidden, lm_head, targets, weights, how, logits_soft_cap, cfg, of_token: Callable) -> Any:
         """Returns (terms of each token, gradients of the sum of `of_token(terms)` times weights: of hidden and of lm_head)."""
         each = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+        models, also = model(hidden, lm_head)
 
         def pulled(logits: list, row: Any) -> Any:
-            outputs = outputs_of(logits[0], row["targets"], logits_soft_cap, cfg)
+            outputs = outputs_of(logits[0], row["targets"], logits_soft_cap, cfg, **also)
 
             def losses(*outputs: jax.Array) -> Any:
                 terms = terms_of_tokens(*outputs, targets=row["targets"], vocabulary=lm_head.shape[1], **how)
@@ -86,12 +101,12 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
 
             _, pull_losses, terms = jax.vjp(losses, *outputs, has_aux=True)
             per_token = dict(zip(PER_TOKEN, (row["targets"], outputs[0], *pull_losses(row["weights"])), strict=True))
-            return pull(logits[0], per_token, hidden.dtype, logits_soft_cap, cfg), terms
+            return pull(logits[0], per_token, hidden.dtype, logits_soft_cap, cfg, **also), terms
 
         # Padded rows are ignored for any `ignore_index`.
         row, padding = {"targets": targets, "weights": each}, {"targets": ALSO_IGNORED}
-        d_hidden, d_head, terms = gradients_by_block([(hidden, lm_head)], row, cfg.block_rows, pulled, padding)
-        return terms, d_hidden, d_head
+        d_hidden, d_head, terms = gradients_by_block(models, row, cfg.block_rows, pulled, padding)
+        return terms, d_hidden, d_head[:, : lm_head.shape[1]]
 
     def keeping_sums(hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg):
         how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}

@@ -3,6 +3,8 @@
 A backend provides two functions of logits [rows, V]; the arrays in `row` are [rows]:
   outputs: (student, teacher, how, cfg) -> (student_lse, teacher_lse, gap), [rows] each.
   pull: (student, teacher, row, dtype, how, cfg) -> the gradient of the student's, in that dtype; `row` has `PER_TOKEN`.
+
+Of a backend that says `widens`, logits may be [rows, V and a few more], and both functions take V, too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.engines.rows.vocabulary import bent, flat, gradients_by_block, outputs_by_block, shares
+from kernels.engines.rows.vocabulary import bent, flat, gradients_by_block, outputs_by_block, shares, widened
 from kernels.ops.kl_divergence.contract import logits_op, op
 
 # Logits of one block of each model: 2^25 float32 are 128 MiB.
@@ -62,8 +64,16 @@ def register_logits(name: str, outputs_of: Callable, pull: Callable, **facts: An
     logits_op.register(forward, backward, name=name, **facts)
 
 
-def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> None:
-    """Registers a backend of the operation on hidden states."""
+def register(name: str, outputs_of: Callable, pull: Callable, *, widens: bool = False, **facts: Any) -> None:
+    """Registers a backend of the operation on hidden states.
+
+    Args:
+      widens: whether its functions take logits with columns past the vocabulary, see `widened`.
+    """
+
+    def read(*models: tuple[jax.Array, jax.Array]) -> tuple[Any, dict[str, int]]:
+        """Returns the models whose logits its functions read, and what else they are called with."""
+        return (widened(models), {"V": models[0][1].shape[1]}) if widens else (models, {})
 
     def forward(
         hidden,
@@ -77,8 +87,8 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
         cfg,
     ):
         how = How(reverse, temperature, logits_soft_cap, teacher_logits_soft_cap)
-        models = (hidden, lm_head), (teacher_hidden, teacher_lm_head)
-        return outputs_by_block(models, {}, cfg.block_rows, lambda logits, _: outputs_of(*logits, how, cfg))
+        models, also = read((hidden, lm_head), (teacher_hidden, teacher_lm_head))
+        return outputs_by_block(models, {}, cfg.block_rows, lambda logits, _: outputs_of(*logits, how, cfg, **also))
 
     def backward(
         saved,
@@ -93,14 +103,14 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
         cfg,
     ):
         how = How(reverse, temperature, logits_soft_cap, teacher_logits_soft_cap)
-        models = (hidden, lm_head), (teacher_hidden, teacher_lm_head)
+        models, also = read((hidden, lm_head), (teacher_hidden, teacher_lm_head))
 
         def pulled(logits: list, row: Any) -> Any:
-            return pull(*logits, row, hidden.dtype, how, cfg), ()
+            return pull(*logits, row, hidden.dtype, how, cfg, **also), ()
 
         # A padded row has cotangents of zero, and residuals of zero keep its exponentials finite.
         row = {name: saved[name] for name in PER_TOKEN}
         d_hidden, d_head, _ = gradients_by_block(models, row, cfg.block_rows, pulled)
-        return {"hidden": d_hidden, "lm_head": d_head}
+        return {"hidden": d_hidden, "lm_head": d_head[:, : lm_head.shape[1]]}
 
     op.register(forward, backward, name=name, **facts)

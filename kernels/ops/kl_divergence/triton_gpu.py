@@ -55,6 +55,7 @@ def kl_divergence_fwd_kernel(
     teacher_lse_ptr,
     gap_ptr,
     V: tl.constexpr,
+    W: tl.constexpr,  # entries of a row in memory, V or more
     REVERSE: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     CAP: tl.constexpr,  # 0: none
@@ -63,7 +64,7 @@ def kl_divergence_fwd_kernel(
     LANE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    p_ptr, q_ptr = student_ptr + row * V, teacher_ptr + row * V
+    p_ptr, q_ptr = student_ptr + row * W, teacher_ptr + row * W
     if not REVERSE:
         p_ptr, q_ptr = q_ptr, p_ptr
     P_CAP: tl.constexpr = CAP if REVERSE else TEACHER_CAP
@@ -106,6 +107,7 @@ def kl_divergence_bwd_kernel(
     d_gap_ptr,
     d_logits_ptr,
     V: tl.constexpr,
+    W: tl.constexpr,
     REVERSE: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     CAP: tl.constexpr,
@@ -114,7 +116,7 @@ def kl_divergence_bwd_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    offsets = row * V + cols
+    offsets = row * W + cols
     raw = tl.load(student_ptr + offsets, mask=cols < V, other=0.0).to(tl.float32)
     student, slope = bent(raw, CAP, TEMPERATURE)
     raw = tl.load(teacher_ptr + offsets, mask=cols < V, other=0.0).to(tl.float32)
@@ -128,7 +130,9 @@ def kl_divergence_bwd_kernel(
         d += tl.where(d_gap == 0.0, 0.0, d_gap * more)
     else:
         d -= d_gap * exp(teacher - finite(tl.load(teacher_lse_ptr + row)))
-    tl.store(d_logits_ptr + offsets, (d * slope).to(d_logits_ptr.dtype.element_ty), mask=cols < V)
+    # Products read what lies past the vocabulary, too.
+    d = tl.where(cols < V, d * slope, 0.0)
+    tl.store(d_logits_ptr + offsets, d.to(d_logits_ptr.dtype.element_ty), mask=cols < W)
 
 
 def _options(how):
@@ -140,16 +144,16 @@ def _options(how):
     }
 
 
-def _outputs(student, teacher, how, cfg):
-    return passed(kl_divergence_fwd_kernel, [student, teacher], [], cfg, outputs=3, **_options(how))
+def _outputs(student, teacher, how, cfg, V=None):
+    return passed(kl_divergence_fwd_kernel, [student, teacher], [], cfg, outputs=3, V=V, **_options(how))
 
 
-def _pull(student, teacher, row, dtype, how, cfg):
+def _pull(student, teacher, row, dtype, how, cfg, V=None):
     rows = [row[name] for name in PER_TOKEN]
-    return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg, outputs=dtype, **_options(how))[0]
+    return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg, outputs=dtype, V=V, **_options(how))[0]
 
 
 # 16 float32 of each model per thread; for a 16-bit type those are two loads each.
 FACTS = facts(KLDivergenceConfig, BLOCK_ELEMENTS, MOST_ROWS, per_warp=512)
-register("triton_gpu", _outputs, _pull, **FACTS)
+register("triton_gpu", _outputs, _pull, widens=True, **FACTS)
 register_logits("triton_gpu", _outputs, _pull, **FACTS)
