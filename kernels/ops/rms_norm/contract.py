@@ -120,6 +120,7 @@ op = Op(
         Case("one_row", {"lead": (), "D": 33}, arrays=("weight",)),
         Case("many_rows", {"lead": (517,), "D": 128}, arrays=("weight",)),
         Case("five_chunks", {"lead": (9,), "D": 1280}, arrays=("weight",)),
+        Case("narrow_chunks", {"lead": (11,), "D": 520}, arrays=("weight",), tags=frozenset({"code"})),
         Case("wide", {"lead": (3,), "D": 8200}, arrays=("weight",)),
         Case("qk_norm", {"lead": (1, 16384, 32), "D": 128}, arrays=("weight",), tags=frozenset({"bench"})),
         Case("model_1k", {"lead": (65536,), "D": 1024}, arrays=("weight",), tags=frozenset({"bench"})),
