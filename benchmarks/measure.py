@@ -19,7 +19,7 @@ from benchmarks import peers
 from benchmarks.cases import contract_fits, scaled, split, within
 from benchmarks.check import Oracle, errors
 from benchmarks.contestants import Contestant, dispatched, first_line, ours, out_of_memory, theirs, tune
-from benchmarks.race import DIRECTIONS, copies, race
+from benchmarks.race import DIRECTIONS, copies, race, warm_up
 from benchmarks.timing import COPIED, cache_bytes, ceilings, has_kernel_times
 from kernels.framework.backend import Case
 from kernels.framework.contract import Op
@@ -136,6 +136,8 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
     for contestant in able:
         rows[contestant.name]["status"] = "right"
     sent = {c.name: oracle.reference(c.of).cotangents for c in able}
+    for contestant in able:
+        warm_up(contestant, arguments, sent[contestant.name])
     return Prepared(case, case is not whole, arguments, checked, rows, able, lambda c: sent[c.name])
 
 

@@ -51,10 +51,10 @@ def shares_of_group(spans: Any, batch: int, key_heads: int, group: int, queries:
     programs = steps.size * key_heads
     if programs >= ENOUGH * MULTIPROCESSORS or (programs >= MULTIPROCESSORS and steps.max() < EVEN * steps.mean()):
         return 1
-    best, least = 1, _time(steps * group + ALONE, key_heads, side)
+    best, least = 1, makespan(steps * group + ALONE, key_heads, side)
     for shares in range(2, group + 1):
         if group % shares == 0 and steps.mean() * (group // shares) >= FEWEST:
-            time = _time(steps * (group // shares) + SHARED, key_heads * shares, side)
+            time = makespan(steps * (group // shares) + SHARED, key_heads * shares, side)
             if time < (1 - WORTH) * least:
                 best, least = shares, time
     return best
@@ -68,8 +68,13 @@ def check_shares(shares: int | None, group: int) -> None:
         )
 
 
-def _time(steps: np.ndarray, heads: int, side: int) -> float:
-    """Returns when the last of the programs ends that start in the order of `gluon_gradients.place`."""
+def makespan(steps: np.ndarray, heads: int, side: int) -> float:
+    """Returns when the last of the programs ends that start in the order of `gluon_gradients.place`.
+
+    Args:
+      steps: of each program of a head, [batch rows, blocks].
+      heads, side: how many heads there are, and run side by side.
+    """
     side = next(n for n in range(min(side, heads), 0, -1) if heads % n == 0)
     busy = [0.0] * MULTIPROCESSORS
     for row in steps:

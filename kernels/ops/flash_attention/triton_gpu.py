@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
 
 from kernels.engines.attention.gluon_gradients import warp_specialized_bwd_kernel
@@ -37,17 +38,21 @@ from kernels.engines.attention.triton_gradients import (
     query_gradient_kernel,
 )
 from kernels.engines.attention.triton_kernels import forward_kernel
+from kernels.engines.attention.triton_shares import ENOUGH, makespan
 from kernels.engines.attention.triton_work import work_of, work_of_call
 from kernels.framework.config import BwdParams
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
 from kernels.framework.execute import Saved
 from kernels.framework.platforms import Unsupported
+from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.xla import FEATURES
 from kernels.toolchains.triton import compute_capability, tensor_descriptor
 
 # Length from which they are faster: in shorter rows, such large blocks have too many hidden pairs.
 LONG = 4096
+# What three warpgroups gain over two by themselves, of the time of a query and a block of keys, on an H200.
+TWO_WARPGROUPS, THREE_GAIN = 128, 1.08
 # Features that the warp-specialized kernels lack, by argument.
 _NOT_SPECIALISED = {
     "bias": "bias_ptr", "alibi_slopes": "slope_ptr", "dropout_prob": "seed_ptr", "attention_mask": "dense_ptr",
@@ -279,19 +284,33 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return plain
     config = warp_specialized_tiles(H, HV, itemsize, scale_of(call.softmax_scale, H), call.logits_soft_cap)
-    if config.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64 and _is_long_and_plain(call):
+    if config.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64 and _suits_three(call):
         three = dataclasses.replace(config.fwd_params, q_blocksize=THREE_WARPGROUPS)
         config = FlashAttentionConfig(three, config.bwd_params)
     # The one-pass backward is not deterministic.
     return FlashAttentionConfig(config.fwd_params, plain.bwd_params) if call.deterministic else config
 
 
-def _is_long_and_plain(call: Any) -> bool:
-    """Returns whether three warpgroups are faster: in long rows, without features that need more registers."""
+def _suits_three(call: Any) -> bool:
+    """Returns whether three warpgroups are faster: in long rows, without features that need more registers, where their larger
+    tiles leave no more of the device idle at the end than they gain."""
     mask = MaskInfo() if call.mask is None else call.mask
     more = set(mask.used) - {"causal", "q_positions", "kv_positions"}
     bare = not more and call.softmax_aux is None and call.logits_soft_cap is None
-    return min(call.dims["T"], call.dims["S"]) >= LONG and bare
+    T, S = call.dims["T"], call.dims["S"]
+    if min(T, S) < LONG or not bare:
+        return False
+    heads, blocks = call.dims["B"] * call.dims["N"], -(-T // THREE_WARPGROUPS)
+    if blocks * heads >= ENOUGH * MULTIPROCESSORS or mask.q_positions is not None or mask.kv_positions is not None:
+        return True
+
+    def time(queries: int) -> float:
+        ends = np.minimum(np.arange(-(-T // queries), 0, -1) * queries, T)
+        keys = np.clip(ends + S - T, 0, S) if mask.causal else np.full(len(ends), S)
+        # The first block of keys of a tile, whose products and weights follow one another, takes twice as long.
+        return queries * makespan(np.ceil(keys / 128)[None] + 1, heads, heads)
+
+    return time(THREE_WARPGROUPS) < THREE_GAIN * time(TWO_WARPGROUPS)
 
 
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
