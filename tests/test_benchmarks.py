@@ -174,6 +174,17 @@ def test_a_wrong_backend_of_ours_stops_everything(direction, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+def test_a_race_compiles_nothing():
+    case = next(case for case in RMS.cases if case.name == "small")
+    settings = measure.Settings("float32", rounds=1, seconds=0.001)
+    prepared = measure.prepare(RMS, case, settings, {"peer": peer(norm)})
+    assert {c.name for c in prepared.able} >= {"xla", "peer"}
+    sizes = [p._cache_size() for c in prepared.able for p in vars(c.programs).values()]
+    assert sizes == [1] * 4 * len(prepared.able)
+    measure.measure(RMS, prepared, settings, (1e12, 1e11))
+    assert [p._cache_size() for c in prepared.able for p in vars(c.programs).values()] == sizes
+
+
 @pytest.mark.slow
 def test_a_case_too_large_for_the_contract():
     """It is checked smaller, and as a whole against xla: a peer that is wrong only there is found."""
