@@ -32,9 +32,9 @@ WIDE = ["warp_specialized_fwd_kernel", "warp_specialized_wide_bwd_kernel"]
 EVERYTHING = {"logits_soft_cap": 30.0, "softmax_aux": jax.ShapeDtypeStruct((4, 1), "float32")}
 
 
-def call(width=128, value_width=None, dtype="bfloat16", length=LENGTH, **options):
+def call(width=128, value_width=None, dtype="bfloat16", length=LENGTH, batch=1, **options):
     """Returns the arguments of a call, as shapes."""
-    wide, tall = (1, length, 4, width), (1, length, 2, value_width or width)
+    wide, tall = (batch, length, 4, width), (batch, length, 2, value_width or width)
     given = {"query": wide, "key": (*wide[:2], 2, width), "value": tall}
     return {n: jax.ShapeDtypeStruct(shape, dtype) for n, shape in given.items()} | options
 
@@ -86,7 +86,8 @@ def test_who_is_chosen(given, forward, backward):
 THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, WARP_SPECIALIZED, 2))
 
 
-LONG = {"width": 64, "length": triton_gpu.LONG}
+LONG = {"width": 64, "length": triton_gpu.LONG, "batch": 32}
+ALL = MaskInfo()
 
 
 @pytest.mark.parametrize(
@@ -94,13 +95,18 @@ LONG = {"width": 64, "length": triton_gpu.LONG}
     [
         (LONG, THREE_WARPGROUPS, True),
         ({**LONG, "width": 40}, THREE_WARPGROUPS, True),
-        ({**LONG, "mask": MaskInfo()}, THREE_WARPGROUPS, True),
+        ({**LONG, "mask": ALL}, THREE_WARPGROUPS, True),
+        # Of 132 multiprocessors: 408 tiles of 192 are 4 rounds, 608 of 128 are 5; 352 are 3, 512 are 4.
+        ({**LONG, "mask": ALL, "batch": 2, "length": 9728}, 128, True),
+        ({**LONG, "mask": ALL, "batch": 4}, THREE_WARPGROUPS, True),
+        ({**LONG, "batch": 2, "length": 9728}, THREE_WARPGROUPS, True),  # the last tiles see few keys
+        ({**LONG, "batch": 1}, 128, True),
         ({**LONG, "deterministic": True}, THREE_WARPGROUPS, True),
         ({**LONG, "mask": MaskInfo(q_positions=shape(1, triton_gpu.LONG), causal=True)}, THREE_WARPGROUPS, True),
         ({**LONG, "length": triton_gpu.LONG - 1}, 128, True),
         ({**LONG, "mask": MaskInfo(causal=True, window=(1000, 0))}, 128, True),
         ({**LONG, "mask": MaskInfo(causal=True, chunk_size=1000)}, 128, True),
-        ({**LONG, "mask": MaskInfo(causal=True, prefix_lengths=shape(1))}, 128, True),
+        ({**LONG, "mask": MaskInfo(causal=True, prefix_lengths=shape(32))}, 128, True),
         ({**LONG, "mask": MaskInfo(q_segment_ids=shape(1, 1), kv_segment_ids=shape(1, 1))}, 128, True),
         ({**LONG, "logits_soft_cap": 30.0}, 128, True),
         ({**LONG, "softmax_aux": EVERYTHING["softmax_aux"]}, 128, True),
