@@ -101,7 +101,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper, attention: all programs begin at once",
-        "triton_shares:_time",
+        "triton_shares:makespan",
         "heapq.heapreplace($busy, $busy[0] + $program)",
         "$busy.append($program)",
         "tests/kernels/test_attention_shares.py -k divided",
