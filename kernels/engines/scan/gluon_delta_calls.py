@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan.gluon_channel import channel_products_kernel
+from kernels.engines.scan.gluon_channel_gradients import SUMS, channel_gradients_hopper_kernel
 from kernels.engines.scan.gluon_delta import delta_gradients_kernel
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.toolchains.gluon import SWIZZLED
@@ -25,10 +26,10 @@ def fits(x: Any, chunk: int, num_states: int) -> bool:
     return whole and wide and compute_capability() == 90
 
 
-def tiled(x: jax.Array) -> Any:
-    """Returns the descriptor of an array [B, T, heads, 128] or of states [..., 128, 128] in tiles."""
-    rows = x.size // WIDTH if x.ndim == 5 else x.shape[0] * x.shape[1]
-    return tensor_descriptor(x, (rows, x.size // rows), (CHUNK, CHUNK), SWIZZLED.value)
+def tiled(x: jax.Array, layout: Any = SWIZZLED) -> Any:
+    """Returns the descriptor of an array [B, T, heads, 128], or of matrices [B, N, CHUNKS, rows, columns], in tiles."""
+    rows = x.size // x.shape[-1] if x.ndim == 5 else x.shape[0] * x.shape[1]
+    return tensor_descriptor(x, (rows, x.size // rows), (CHUNK, CHUNK), layout.value)
 
 
 def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
@@ -100,3 +101,38 @@ def products(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[st
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
     return results[:4], results[4:]
+
+
+def channel_gradients(of: Any, sums: Any, whole: Any, first: Any, of_states: Any, of_written: Any, shapes: Any) -> Any:
+    """Returns what `channel_gradients_kernel` of `triton_channel_steps.py` does, of `Chunks` in `triton_channel_calls.py`.
+
+    Args:
+      sums, whole, first, of_states, of_written: see `Chunks.gradients`.
+      shapes: of the results.
+    """
+    x, (B, N, chunks) = of.x, of.shape
+    d_pairs, d_reads, d_leaves, d_whole = of_states
+    d_solved, d_keeps = of_written
+    arrays = (x.q, x.k, d_pairs, d_solved, d_reads, d_leaves, d_keeps)
+    return triton_launch(
+        channel_gradients_hopper_kernel,
+        *map(tiled, arrays),
+        tiled(sums, SUMS),
+        d_pairs,
+        sums,
+        of.beta,
+        whole,
+        d_whole,
+        first,
+        of.layout.runs,
+        out_shape=shapes,
+        grid=(min(2 * MULTIPROCESSORS, 2 * B * chunks * N),),
+        num_warps=4,
+        B=B,
+        T=x.q.shape[1],
+        N=N,
+        KQ=x.q.shape[2],
+        KK=x.k.shape[2],
+        CHUNKS=chunks,
+        SCALE=of.decays["SCALE"],
+    )

@@ -1,0 +1,240 @@
+"""Gluon kernel for Hopper of what decays do to the gradients of a delta rule's chunks with decays of channels.
+
+It takes the steps of `triton_channel_steps.py`, whatever the decays: blocks if they are narrow enough, then levels. Both kinds
+are one loop here: a token is referred to a sum of log decays, the middle of a block's or that before the later half of a
+level's, and reads and writes by the exponentials of what is between. A program takes 64 channels of a chunk and head at a time,
+and loads the next while it computes; two programs share a multiprocessor.
+
+The gradients of a rate need no matrix of pairs: with `through` the product of the gradients of A and keys, they are sums of
+reading keys times `through`. Sums over tokens to the end are products with a matrix of ones, exact to 24 bits.
+"""
+
+# Gluon's stubs declare tensors where its compiler accepts constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index, not-iterable]
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from kernels.engines.scan.gluon_tiles import SQUARE, WIDE, WIDTH, C, again, clear, product_of, store_half
+from kernels.toolchains.gluon import SWIZZLED
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LEVELS = gl.constexpr(6)  # of 64 tokens
+HALF_REACH = gl.constexpr(71.0)  # of `triton_channel_calls`, and 1 for rounding: what a block's middle is away at most
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
+BY_ROW = gl.constexpr(gl.SliceLayout(1, SQUARE))
+BY_COLUMN = gl.constexpr(gl.SliceLayout(0, SQUARE))
+# Tiles of 64 by 64: four of tokens and pairs, three of gradients, and five of operands.
+Q, K, PAIRS, SOLVED, OF_TOKENS = (gl.constexpr(i) for i in (0, 1, 2, 3, 4))
+READS, LEAVES, KEEPS, LOADED = (gl.constexpr(i) for i in (4, 5, 6, 7))
+QUERY, KEY, READER, SEEN, SEEN_SOLVED, TILES = (gl.constexpr(i) for i in (7, 8, 9, 10, 11, 12))
+SUMS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+
+
+@gluon.jit
+def _place(item, N: gl.constexpr, CHUNKS: gl.constexpr):
+    """Returns (half of the channels, head, first token of all rows, index of a chunk of a head) of an item."""
+    chunk, n = item // 2 // N, item // 2 % N
+    return item % 2, n, chunk * C, (chunk // CHUNKS * N + n) * CHUNKS + chunk % CHUNKS
+
+
+@gluon.jit
+def _load_gradients(item, descs, buffers, N: gl.constexpr, CHUNKS: gl.constexpr):
+    """Loads the gradients of products with states, and announces all that an item needs."""
+    half, n, token, index = _place(item, N, CHUNKS)
+    tiles, sums, full = buffers
+    mbarrier.expect(full, LOADED * descs[0].nbytes_per_cta + descs[7].nbytes_per_cta)
+    for i in gl.static_range(3):
+        tma.async_load(descs[OF_TOKENS + i], [token, n * WIDTH + half * C], full, tiles.index(OF_TOKENS + i))
+
+
+@gluon.jit
+def _load_tokens(item, descs, buffers, N: gl.constexpr, KQ: gl.constexpr, KK: gl.constexpr, CHUNKS: gl.constexpr):
+    half, n, token, index = _place(item, N, CHUNKS)
+    tiles, sums, full = buffers
+    tma.async_load(descs[7], [token, n * WIDTH + half * C], full, sums)
+    tma.async_load(descs[Q], [token, n // (N // KQ) * WIDTH + half * C], full, tiles.index(Q))
+    tma.async_load(descs[K], [token, n // (N // KK) * WIDTH + half * C], full, tiles.index(K))
+    tma.async_load(descs[PAIRS], [index * C, 0], full, tiles.index(PAIRS))
+    tma.async_load(descs[SOLVED], [index * C, 0], full, tiles.index(SOLVED))
+
+
+@gluon.jit
+def _wide(tiles, tile: gl.constexpr):
+    return tiles.index(tile).load(SQUARE).to(gl.float32)
+
+
+@gluon.jit
+def _run(runs):
+    return gl.where(runs < 0, -1 - runs, runs)
+
+
+@gluon.jit
+def _keep_pairs(tiles, tile: gl.constexpr, to: gl.constexpr, wanted):
+    """Copies the pairs that are wanted to another tile, and 0 for the others."""
+    x = tiles.index(tile).load(WIDE)
+    tiles.index(to).store(gl.where(wanted, x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _store(ptr, x, tile, token, column, STRIDE: gl.constexpr):
+    if ptr.dtype.element_ty == tile.dtype:
+        store_half(ptr, x, tile, token, column, C, STRIDE, False)
+    else:
+        rows, columns = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
+        where = (token + rows).to(gl.int64)[:, None] * STRIDE + (column + columns)[None, :]
+        gl.store(ptr + where, x.to(ptr.dtype.element_ty))
+
+
+@gluon.jit
+def channel_gradients_hopper_kernel(
+    q_desc,  # [B * T, KQ * 128] in blocks of 64 by 64, as all that follow
+    k_desc,  # [B * T, KK * 128]
+    d_pairs_desc,  # [B * N * CHUNKS * 64, 64]: this, and gradients below, as `channel_products_kernel` writes them
+    d_solved_desc,
+    d_reads_desc,  # [B * T, N * 128], as all that follow
+    d_leaves_desc,
+    d_keeps_desc,
+    sums_desc,  # float32: log decays since the beginning of the chunk
+    d_pairs_ptr,
+    sums_ptr,  # [B, T, N, 128]
+    beta_ptr,  # [B, N, T]
+    whole_ptr,  # [B, N, CHUNKS, 128] float32: the decay over the chunk
+    d_whole_ptr,
+    first_ptr,  # int32 [B, N, CHUNKS, 2]: see `triton_channel_steps.first_level`
+    runs_ptr,  # int32 [B, T] as in `layout.Layout`, or None
+    dq_ptr,  # [B, T, N, 128]
+    dk_ptr,
+    da_ptr,
+    d_beta_ptr,  # [2, B, N, T] float32: of each half of the channels
+    B: gl.constexpr,
+    T: gl.constexpr,  # a multiple of 64
+    N: gl.constexpr,
+    KQ: gl.constexpr,
+    KK: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SCALE: gl.constexpr,
+):
+    ROW: gl.constexpr = N * WIDTH
+    ITEMS: gl.constexpr = B * CHUNKS * N * 2
+    dtype: gl.constexpr = q_desc.dtype
+    descs = q_desc, k_desc, d_pairs_desc, d_solved_desc, d_reads_desc, d_leaves_desc, d_keeps_desc, sums_desc
+    tiles = gl.allocate_shared_memory(dtype, [TILES, C, C], SWIZZLED)
+    sums = gl.allocate_shared_memory(gl.float32, [C, C], SUMS)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    buffers = tiles, sums, full
+    _load_gradients(gl.program_id(0), descs, buffers, N, CHUNKS)
+    _load_tokens(gl.program_id(0), descs, buffers, N, KQ, KK, CHUNKS)
+    t, h = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
+    rows, columns = gl.arange(0, C, gl.SliceLayout(1, WIDE)), gl.arange(0, C, gl.SliceLayout(0, WIDE))
+    zeros = gl.zeros([C, C], gl.float32, SQUARE)
+    phase = 0
+    for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
+        half, n, token, index = _place(item, N, CHUNKS)
+        following = item + gl.num_programs(0)
+        column, at = n * WIDTH + half * C, index * C
+        beta = gl.load(beta_ptr + at + t)
+        own = gl.load(d_pairs_ptr + (at + t).to(gl.int64) * C + t).to(gl.float32)
+        end = gl.load(sums_ptr + (token + C - 1 + 0 * h).to(gl.int64) * ROW + column + h) * LOG2E
+        whole_at = index * WIDTH + half * C + h
+        total = gl.load(whole_ptr + whole_at) * gl.load(d_whole_ptr + whole_at)
+        at_level = gl.load(first_ptr + index * 2 + half)
+        mbarrier.wait(full, phase)
+        phase ^= 1
+        # Through the states before and after the chunk, with no decay to the power of 2 yet.
+        since = sums.load(SQUARE) * LOG2E
+        reading, leaving = gl.exp2(since), gl.exp2(gl.minimum(end[None, :] - since, 0.0))
+        if runs_ptr is not None:
+            runs = runs_ptr + token
+            coded = gl.load(runs + t)
+            before = _run(gl.load(runs_ptr + gl.maximum(token - 1, 0), mask=token % T > 0, other=0))
+            run, last = _run(coded), _run(gl.load(runs + (C - 1)))
+            reading = gl.where((run == before)[:, None], reading, 0.0)
+            leaving = gl.where((run == last)[:, None], leaving, 0.0)
+            if gl.max(gl.where(coded < 0, 1, 0), axis=0) > 0:
+                clear(tiles, Q, runs, C, 2, False)
+            same = _run(gl.load(runs + rows))[:, None] == _run(gl.load(runs + columns))[None, :]
+            _keep_pairs(tiles, PAIRS, PAIRS, same)
+            _keep_pairs(tiles, SOLVED, SOLVED, same)
+        q, k = _wide(tiles, Q), _wide(tiles, K)
+        dq = _wide(tiles, READS) * reading  # times SCALE in the end
+        of_sums = q * dq * SCALE
+        wide = _wide(tiles, KEEPS) * reading
+        d_beta = -gl.sum(wide * k, axis=1)
+        dk = wide * -beta[:, None]
+        of_sums += dk * k
+        wide = _wide(tiles, LEAVES) * leaving
+        dk += wide
+        wide *= k
+        of_sums -= wide
+        # What is written until the end passes the decays after it: all, less those until then.
+        total += gl.sum(wide, axis=0)
+        # Pairs of a token with itself have no decay.
+        dq += own[:, None] * k
+        dk += (own * SCALE)[:, None] * q
+        fence_async_shared()
+        if following < ITEMS:
+            _load_gradients(following, descs, buffers, N, CHUNKS)
+        for number in range(gl.maximum(at_level - 1, 0), LEVELS):
+            blocks = number < at_level
+            most = 2 << number  # tokens of a block
+            least = gl.where(blocks, 0, 1 << number)
+            begin = again(t) & -most
+            low_row = begin + least - 1
+            high_row = gl.where(blocks, begin + most - 1, low_row)
+            low_at = (token + low_row).to(gl.int64)[:, None] * ROW + (column + h)[None, :]
+            high_at = (token + high_row).to(gl.int64)[:, None] * ROW + (column + h)[None, :]
+            low = gl.load(sums_ptr + low_at, mask=(low_row >= 0)[:, None] & (h >= 0)[None, :], other=0.0)
+            high = gl.load(sums_ptr + high_at)
+            apart = sums.load(SQUARE) * LOG2E - (low + high) * (0.5 * LOG2E)
+            # Tokens that a level has no pairs of on this side get 1.
+            bound = gl.where(blocks, HALF_REACH * LOG2E, 0.0)
+            reads, writes = gl.exp2(gl.minimum(apart, bound)), gl.exp2(gl.minimum(-apart, bound))
+            distance = rows[:, None] ^ columns[None, :]
+            wanted = (rows[:, None] > columns[None, :]) & (distance >= least) & (distance < most)
+            _keep_pairs(tiles, PAIRS, SEEN, wanted)
+            _keep_pairs(tiles, SOLVED, SEEN_SOLVED, wanted)
+            k = _wide(tiles, K)
+            tiles.index(KEY).store((k * writes).to(dtype))
+            tiles.index(QUERY).store((_wide(tiles, Q) * reads * SCALE).to(dtype))
+            tiles.index(READER).store((k * reads * -beta[:, None]).to(dtype))
+            fence_async_shared()
+            seen, seen_solved, key = tiles.index(SEEN), tiles.index(SEEN_SOLVED), tiles.index(KEY)
+            of_query = product_of(seen, key, zeros, False)
+            of_reader = product_of(seen_solved, key, zeros, False)
+            of_query, of_reader = warpgroup_mma_wait(1, (of_query, of_reader))
+            dq += of_query * reads
+            of_sums += of_query * _wide(tiles, QUERY)
+            of_key = product_of(seen.permute((1, 0)), tiles.index(QUERY), zeros, False)
+            of_key = product_of(seen_solved.permute((1, 0)), tiles.index(READER), of_key, True)
+            of_reader, of_key = warpgroup_mma_wait(2, (of_reader, of_key))
+            of_sums += of_reader * _wide(tiles, READER)
+            of_reader *= reads
+            d_beta -= gl.sum(of_reader * _wide(tiles, K), axis=1)
+            dk += of_reader * -beta[:, None]
+            of_key = warpgroup_mma_wait(0, (of_key,))
+            dk += of_key * writes
+            # Both factors of a pair are rounded alike, so that what reads and writes have in common cancels to the last bits.
+            of_sums -= of_key * _wide(tiles, KEY)
+        if following < ITEMS:
+            _load_tokens(following, descs, buffers, N, KQ, KK, CHUNKS)
+        parts = tiles.reinterpret(gl.bfloat16, [TILES, C, C], SWIZZLED)
+        for i in gl.static_range(3):
+            near = of_sums.to(gl.bfloat16)
+            parts.index(QUERY + i).store(near)
+            of_sums -= near.to(gl.float32)
+        fence_async_shared()
+        later = again(t)[:, None] <= h[None, :]
+        later = gl.convert_layout(gl.where(later, 1.0, 0.0).to(gl.bfloat16), LEFT)
+        da = zeros
+        for i in gl.static_range(3):
+            da = product_of(later, parts.index(QUERY + i), da, i > 0)
+        _store(dq_ptr, dq * SCALE, tiles.index(SEEN), token, column, ROW)
+        _store(dk_ptr, dk, tiles.index(SEEN_SOLVED), token, column, ROW)
+        gl.store(d_beta_ptr + half * (B * N * T) + at + t, d_beta)
+        da = warpgroup_mma_wait(0, (da,))
+        _store(da_ptr, da + total[None, :], tiles.index(SEEN), token, column, ROW)
