@@ -23,7 +23,6 @@ from kernels.toolchains.gluon import SWIZZLED
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LEVELS = gl.constexpr(6)  # of 64 tokens
-HALF_REACH = gl.constexpr(71.0)  # of `triton_channel_calls`, and 1 for rounding: what a block's middle is away at most
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
 BY_ROW = gl.constexpr(gl.SliceLayout(1, SQUARE))
 BY_COLUMN = gl.constexpr(gl.SliceLayout(0, SQUARE))
@@ -73,10 +72,30 @@ def _run(runs):
 
 
 @gluon.jit
-def _keep_pairs(tiles, tile: gl.constexpr, to: gl.constexpr, wanted):
-    """Copies the pairs that are wanted to another tile, and 0 for the others."""
+def _of_level(rows, columns, number):
+    """Returns the pairs [t, s] that have t in the later half of 2 << number tokens, and s in the other."""
+    distance = rows[:, None] ^ columns[None, :]
+    return (distance < (2 << number)) & (distance >= (1 << number)) & ((rows & (1 << number)) > 0)[:, None]
+
+
+@gluon.jit
+def _masked(tiles, tile: gl.constexpr, to: gl.constexpr, wanted):
+    """Copies a tile of pairs to another, with 0 for those that are not wanted."""
     x = tiles.index(tile).load(WIDE)
     tiles.index(to).store(gl.where(wanted, x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _keep_pairs(tiles, wanted):
+    _masked(tiles, PAIRS, SEEN, wanted)
+    _masked(tiles, SOLVED, SEEN_SOLVED, wanted)
+
+
+@gluon.jit
+def _sums_at(sums_ptr, rows, columns, there, ROW: gl.constexpr):
+    """Returns sums of log decays at tokens [C] of all rows and at columns; 0 for those that are not there."""
+    at = rows.to(gl.int64)[:, None] * ROW + columns[None, :]
+    return gl.load(sums_ptr + at, mask=there[:, None] & (columns >= 0)[None, :], other=0.0)
 
 
 @gluon.jit
@@ -137,7 +156,8 @@ def channel_gradients_hopper_kernel(
         half, n, token, index = _place(item, N, CHUNKS)
         following = item + gl.num_programs(0)
         column, at = n * WIDTH + half * C, index * C
-        beta = gl.load(beta_ptr + at + t)
+        # All gradients are without SCALE, until they are stored.
+        rate = gl.load(beta_ptr + at + t) * (-1.0 / SCALE)
         own = gl.load(d_pairs_ptr + (at + t).to(gl.int64) * C + t).to(gl.float32)
         end = gl.load(sums_ptr + (token + C - 1 + 0 * h).to(gl.int64) * ROW + column + h) * LOG2E
         whole_at = index * WIDTH + half * C + h
@@ -158,75 +178,76 @@ def channel_gradients_hopper_kernel(
             if gl.max(gl.where(coded < 0, 1, 0), axis=0) > 0:
                 clear(tiles, Q, runs, C, 2, False)
             same = _run(gl.load(runs + rows))[:, None] == _run(gl.load(runs + columns))[None, :]
-            _keep_pairs(tiles, PAIRS, PAIRS, same)
-            _keep_pairs(tiles, SOLVED, SOLVED, same)
-        q, k = _wide(tiles, Q), _wide(tiles, K)
-        dq = _wide(tiles, READS) * reading  # times SCALE in the end
-        of_sums = q * dq * SCALE
+            _masked(tiles, PAIRS, PAIRS, same)
+            _masked(tiles, SOLVED, SOLVED, same)
+        k = _wide(tiles, K)
         wide = _wide(tiles, KEEPS) * reading
         d_beta = -gl.sum(wide * k, axis=1)
-        dk = wide * -beta[:, None]
-        of_sums += dk * k
-        wide = _wide(tiles, LEAVES) * leaving
+        dk = wide * rate[:, None]
+        of_sums = dk * k
+        dq = _wide(tiles, READS) * reading
+        of_sums += _wide(tiles, Q) * dq
+        wide = _wide(tiles, LEAVES) * (leaving * (1.0 / SCALE))
         dk += wide
         wide *= k
         of_sums -= wide
         # What is written until the end passes the decays after it: all, less those until then.
-        total += gl.sum(wide, axis=0)
+        total += gl.sum(wide, axis=0) * SCALE
         # Pairs of a token with itself have no decay.
         dq += own[:, None] * k
-        dk += (own * SCALE)[:, None] * q
+        dk += own[:, None] * _wide(tiles, Q)
         fence_async_shared()
         if following < ITEMS:
             _load_gradients(following, descs, buffers, N, CHUNKS)
         for number in range(gl.maximum(at_level - 1, 0), LEVELS):
-            blocks = number < at_level
             most = 2 << number  # tokens of a block
-            least = gl.where(blocks, 0, 1 << number)
             begin = again(t) & -most
-            low_row = begin + least - 1
-            high_row = gl.where(blocks, begin + most - 1, low_row)
-            low_at = (token + low_row).to(gl.int64)[:, None] * ROW + (column + h)[None, :]
-            high_at = (token + high_row).to(gl.int64)[:, None] * ROW + (column + h)[None, :]
-            low = gl.load(sums_ptr + low_at, mask=(low_row >= 0)[:, None] & (h >= 0)[None, :], other=0.0)
-            high = gl.load(sums_ptr + high_at)
-            apart = sums.load(SQUARE) * LOG2E - (low + high) * (0.5 * LOG2E)
-            # Tokens that a level has no pairs of on this side get 1.
-            bound = gl.where(blocks, HALF_REACH * LOG2E, 0.0)
-            reads, writes = gl.exp2(gl.minimum(apart, bound)), gl.exp2(gl.minimum(-apart, bound))
-            distance = rows[:, None] ^ columns[None, :]
-            wanted = (rows[:, None] > columns[None, :]) & (distance >= least) & (distance < most)
-            _keep_pairs(tiles, PAIRS, SEEN, wanted)
-            _keep_pairs(tiles, SOLVED, SEEN_SOLVED, wanted)
+            since = sums.load(SQUARE) * LOG2E
+            if number < at_level:
+                low = _sums_at(sums_ptr, token + begin - 1, column + h, begin > 0, ROW)
+                high = _sums_at(sums_ptr, token + begin + most - 1, column + h, begin >= 0, ROW)
+                since -= (low + high) * (0.5 * LOG2E)
+                reads, writes = gl.exp2(since), gl.exp2(-since)
+                wanted = (rows[:, None] > columns[None, :]) & ((rows[:, None] ^ columns[None, :]) < most)
+                _keep_pairs(tiles, wanted)
+            else:
+                since -= _sums_at(sums_ptr, token + begin + (1 << number) - 1, column + h, begin >= 0, ROW) * LOG2E
+                reads = gl.exp2(gl.minimum(since, -since))
+                writes = reads
+                # Eight columns of a thread are alike.
+                if number >= 3:
+                    _keep_pairs(tiles, _of_level(rows, columns & -8, number))
+                else:
+                    _keep_pairs(tiles, _of_level(rows, columns, number))
             k = _wide(tiles, K)
             tiles.index(KEY).store((k * writes).to(dtype))
-            tiles.index(QUERY).store((_wide(tiles, Q) * reads * SCALE).to(dtype))
-            tiles.index(READER).store((k * reads * -beta[:, None]).to(dtype))
+            tiles.index(QUERY).store((_wide(tiles, Q) * reads).to(dtype))
+            tiles.index(READER).store((k * reads * rate[:, None]).to(dtype))
             fence_async_shared()
             seen, seen_solved, key = tiles.index(SEEN), tiles.index(SEEN_SOLVED), tiles.index(KEY)
+            # Both factors of a pair are rounded alike, so that what reads and writes have in common cancels to the last bits.
+            of_key = product_of(seen.permute((1, 0)), tiles.index(QUERY), zeros, False)
+            of_key = product_of(seen_solved.permute((1, 0)), tiles.index(READER), of_key, True)
+            of_key = warpgroup_mma_wait(0, (of_key,))
+            dk += of_key * writes
+            of_sums -= of_key * _wide(tiles, KEY)
             of_query = product_of(seen, key, zeros, False)
             of_reader = product_of(seen_solved, key, zeros, False)
             of_query, of_reader = warpgroup_mma_wait(1, (of_query, of_reader))
             dq += of_query * reads
             of_sums += of_query * _wide(tiles, QUERY)
-            of_key = product_of(seen.permute((1, 0)), tiles.index(QUERY), zeros, False)
-            of_key = product_of(seen_solved.permute((1, 0)), tiles.index(READER), of_key, True)
-            of_reader, of_key = warpgroup_mma_wait(2, (of_reader, of_key))
+            of_reader = warpgroup_mma_wait(0, (of_reader,))
             of_sums += of_reader * _wide(tiles, READER)
             of_reader *= reads
             d_beta -= gl.sum(of_reader * _wide(tiles, K), axis=1)
-            dk += of_reader * -beta[:, None]
-            of_key = warpgroup_mma_wait(0, (of_key,))
-            dk += of_key * writes
-            # Both factors of a pair are rounded alike, so that what reads and writes have in common cancels to the last bits.
-            of_sums -= of_key * _wide(tiles, KEY)
+            dk += of_reader * rate[:, None]
         if following < ITEMS:
             _load_tokens(following, descs, buffers, N, KQ, KK, CHUNKS)
         parts = tiles.reinterpret(gl.bfloat16, [TILES, C, C], SWIZZLED)
         for i in gl.static_range(3):
-            near = of_sums.to(gl.bfloat16)
-            parts.index(QUERY + i).store(near)
-            of_sums -= near.to(gl.float32)
+            near = (of_sums.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+            parts.index(QUERY + i).store(near.to(gl.bfloat16))
+            of_sums -= near
         fence_async_shared()
         later = again(t)[:, None] <= h[None, :]
         later = gl.convert_layout(gl.where(later, 1.0, 0.0).to(gl.bfloat16), LEFT)
@@ -234,7 +255,7 @@ def channel_gradients_hopper_kernel(
         for i in gl.static_range(3):
             da = product_of(later, parts.index(QUERY + i), da, i > 0)
         _store(dq_ptr, dq * SCALE, tiles.index(SEEN), token, column, ROW)
-        _store(dk_ptr, dk, tiles.index(SEEN_SOLVED), token, column, ROW)
+        _store(dk_ptr, dk * SCALE, tiles.index(SEEN_SOLVED), token, column, ROW)
         gl.store(d_beta_ptr + half * (B * N * T) + at + t, d_beta)
         da = warpgroup_mma_wait(0, (da,))
-        _store(da_ptr, da + total[None, :], tiles.index(SEEN), token, column, ROW)
+        _store(da_ptr, da * SCALE + total[None, :], tiles.index(SEEN), token, column, ROW)
