@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from kernels.engines.scan.gluon_tiles import SQUARE, WIDE, WIDTH, C, again, clear, product_of, store_half
+from kernels.engines.scan.gluon_tiles import SQUARE, WIDTH, C, again, clear, product_of, store_half
 from kernels.toolchains.gluon import SWIZZLED
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -31,6 +31,10 @@ Q, K, PAIRS, SOLVED, OF_TOKENS = (gl.constexpr(i) for i in (0, 1, 2, 3, 4))
 READS, LEAVES, KEEPS, LOADED = (gl.constexpr(i) for i in (4, 5, 6, 7))
 QUERY, KEY, READER, SEEN, SEEN_SOLVED, TILES = (gl.constexpr(i) for i in (7, 8, 9, 10, 11, 12))
 SUMS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+# Pairs as words of two columns, of which a mask keeps both or the first.
+WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+OF_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+FIRST = gl.constexpr(0xFFFF)
 
 
 @gluon.jit
@@ -73,22 +77,23 @@ def _run(runs):
 
 @gluon.jit
 def _of_level(rows, columns, number):
-    """Returns the pairs [t, s] that have t in the later half of 2 << number tokens, and s in the other."""
+    """Returns the pairs [t, s] with t in the later half of 2 << number tokens and s in the other, as words of two columns."""
     distance = rows[:, None] ^ columns[None, :]
-    return (distance < (2 << number)) & (distance >= (1 << number)) & ((rows & (1 << number)) > 0)[:, None]
+    wanted = (distance < (2 << number)) & (distance >= (1 << number)) & ((rows & (1 << number)) > 0)[:, None]
+    return gl.where(wanted, gl.where(number > 0, -1, FIRST), 0)
 
 
 @gluon.jit
-def _masked(tiles, tile: gl.constexpr, to: gl.constexpr, wanted):
-    """Copies a tile of pairs to another, with 0 for those that are not wanted."""
-    x = tiles.index(tile).load(WIDE)
-    tiles.index(to).store(gl.where(wanted, x, gl.zeros_like(x)))
+def _of_blocks(rows, columns, most):
+    """Returns the pairs [t, s] of one block with t > s, as words of two columns."""
+    later = gl.where(rows[:, None] > columns[None, :] + 1, -1, gl.where(rows[:, None] > columns[None, :], FIRST, 0))
+    return gl.where((rows[:, None] ^ columns[None, :]) < most, later, 0)
 
 
 @gluon.jit
-def _keep_pairs(tiles, wanted):
-    _masked(tiles, PAIRS, SEEN, wanted)
-    _masked(tiles, SOLVED, SEEN_SOLVED, wanted)
+def _masked(words, tile: gl.constexpr, to: gl.constexpr, wanted):
+    """Copies the pairs of a tile that are wanted to another, and 0 for the others."""
+    words.index(to).store(words.index(tile).load(OF_WORDS) & wanted)
 
 
 @gluon.jit
@@ -136,6 +141,7 @@ def channel_gradients_hopper_kernel(
     KK: gl.constexpr,
     CHUNKS: gl.constexpr,
     SCALE: gl.constexpr,
+    UNSCALED: gl.constexpr,  # log2(1 / SCALE)
 ):
     ROW: gl.constexpr = N * WIDTH
     ITEMS: gl.constexpr = B * CHUNKS * N * 2
@@ -149,7 +155,8 @@ def channel_gradients_hopper_kernel(
     _load_gradients(gl.program_id(0), descs, buffers, N, CHUNKS)
     _load_tokens(gl.program_id(0), descs, buffers, N, KQ, KK, CHUNKS)
     t, h = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
-    rows, columns = gl.arange(0, C, gl.SliceLayout(1, WIDE)), gl.arange(0, C, gl.SliceLayout(0, WIDE))
+    words = tiles.reinterpret(gl.int32, [TILES, C, C // 2], WORDS)
+    rows, columns = gl.arange(0, C, gl.SliceLayout(1, OF_WORDS)), 2 * gl.arange(0, C // 2, gl.SliceLayout(0, OF_WORDS))
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
     phase = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
@@ -159,7 +166,7 @@ def channel_gradients_hopper_kernel(
         # All gradients are without SCALE, until they are stored.
         rate = gl.load(beta_ptr + at + t) * (-1.0 / SCALE)
         own = gl.load(d_pairs_ptr + (at + t).to(gl.int64) * C + t).to(gl.float32)
-        end = gl.load(sums_ptr + (token + C - 1 + 0 * h).to(gl.int64) * ROW + column + h) * LOG2E
+        end = gl.load(sums_ptr + (token + C - 1 + 0 * h).to(gl.int64) * ROW + column + h) * LOG2E + UNSCALED
         whole_at = index * WIDTH + half * C + h
         total = gl.load(whole_ptr + whole_at) * gl.load(d_whole_ptr + whole_at)
         at_level = gl.load(first_ptr + index * 2 + half)
@@ -167,7 +174,7 @@ def channel_gradients_hopper_kernel(
         phase ^= 1
         # Through the states before and after the chunk, with no decay to the power of 2 yet.
         since = sums.load(SQUARE) * LOG2E
-        reading, leaving = gl.exp2(since), gl.exp2(gl.minimum(end[None, :] - since, 0.0))
+        reading, leaving = gl.exp2(since), gl.exp2(end[None, :] - since)
         if runs_ptr is not None:
             runs = runs_ptr + token
             coded = gl.load(runs + t)
@@ -177,9 +184,11 @@ def channel_gradients_hopper_kernel(
             leaving = gl.where((run == last)[:, None], leaving, 0.0)
             if gl.max(gl.where(coded < 0, 1, 0), axis=0) > 0:
                 clear(tiles, Q, runs, C, 2, False)
-            same = _run(gl.load(runs + rows))[:, None] == _run(gl.load(runs + columns))[None, :]
-            _masked(tiles, PAIRS, PAIRS, same)
-            _masked(tiles, SOLVED, SOLVED, same)
+            of_rows = _run(gl.load(runs + rows))[:, None]
+            same = gl.where(of_rows == _run(gl.load(runs + columns))[None, :], FIRST, 0)
+            same |= gl.where(of_rows == _run(gl.load(runs + (columns + 1)))[None, :], -1 - FIRST, 0)
+            _masked(words, PAIRS, PAIRS, same)
+            _masked(words, SOLVED, SOLVED, same)
         k = _wide(tiles, K)
         wide = _wide(tiles, KEEPS) * reading
         d_beta = -gl.sum(wide * k, axis=1)
@@ -187,7 +196,7 @@ def channel_gradients_hopper_kernel(
         of_sums = dk * k
         dq = _wide(tiles, READS) * reading
         of_sums += _wide(tiles, Q) * dq
-        wide = _wide(tiles, LEAVES) * (leaving * (1.0 / SCALE))
+        wide = _wide(tiles, LEAVES) * leaving
         dk += wide
         wide *= k
         of_sums -= wide
@@ -208,17 +217,21 @@ def channel_gradients_hopper_kernel(
                 high = _sums_at(sums_ptr, token + begin + most - 1, column + h, begin >= 0, ROW)
                 since -= (low + high) * (0.5 * LOG2E)
                 reads, writes = gl.exp2(since), gl.exp2(-since)
-                wanted = (rows[:, None] > columns[None, :]) & ((rows[:, None] ^ columns[None, :]) < most)
-                _keep_pairs(tiles, wanted)
+                wanted = _of_blocks(rows, columns, most)
+                _masked(words, PAIRS, SEEN, wanted)
+                _masked(words, SOLVED, SEEN_SOLVED, wanted)
             else:
                 since -= _sums_at(sums_ptr, token + begin + (1 << number) - 1, column + h, begin >= 0, ROW) * LOG2E
                 reads = gl.exp2(gl.minimum(since, -since))
                 writes = reads
-                # Eight columns of a thread are alike.
-                if number >= 3:
-                    _keep_pairs(tiles, _of_level(rows, columns & -8, number))
+                if number >= 3:  # the eight columns of a thread are alike
+                    wanted = _of_level(rows, columns & -8, number)
+                    _masked(words, PAIRS, SEEN, wanted)
+                    _masked(words, SOLVED, SEEN_SOLVED, wanted)
                 else:
-                    _keep_pairs(tiles, _of_level(rows, columns, number))
+                    wanted = _of_level(rows, columns, number)
+                    _masked(words, PAIRS, SEEN, wanted)
+                    _masked(words, SOLVED, SEEN_SOLVED, wanted)
             k = _wide(tiles, K)
             tiles.index(KEY).store((k * writes).to(dtype))
             tiles.index(QUERY).store((_wide(tiles, Q) * reads).to(dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -135,4 +136,5 @@ def channel_gradients(of: Any, sums: Any, whole: Any, first: Any, of_states: Any
         KK=x.k.shape[2],
         CHUNKS=chunks,
         SCALE=of.decays["SCALE"],
+        UNSCALED=-math.log2(of.decays["SCALE"]),
     )

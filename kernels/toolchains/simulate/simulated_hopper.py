@@ -161,13 +161,19 @@ class Shared:
         return self._some(self._entries.transpose(dims))
 
     def reinterpret(self, dtype: Any = None, shape: Sequence[int] | None = None, layout: Any = None) -> Shared:
-        memory, entries = self._memory if dtype is None else self._memory.view(dtype), self._entries
+        memory, unfenced, entries = self._memory, self._unfenced, self._entries
+        if dtype is not None:
+            each = (
+                np.dtype(dtype).itemsize // memory.dtype.itemsize
+            )  # of a wider entry: as many flags as it has bytes of ours
+            memory, unfenced = memory.view(dtype), unfenced.reshape(-1, each) if each > 1 else unfenced
+            entries = entries if each == 1 else entries.reshape(-1, each)[:, 0] // each
         if shape is not None:
             first = int(entries.min())
             if math.prod(shape) != entries.size or int(entries.max()) - first != entries.size - 1:
                 raise TypeError(f"a tile {self.dtype}{self.shape} is reinterpreted as {list(shape)}")
             entries = first + _offsets(shape, layout)
-        return Shared(memory, self._unfenced, entries)
+        return Shared(memory, unfenced, entries)
 
     def load(self, layout: Any = None) -> Any:
         return self._memory[self._entries].view(Tensor)
