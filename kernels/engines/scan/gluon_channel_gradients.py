@@ -18,19 +18,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from kernels.engines.scan.gluon_channel_parts import BY_COLUMN, BY_ROW, LEVELS, LOG2E, SUMS, factors, run_of, wide
 from kernels.engines.scan.gluon_tiles import SQUARE, WIDTH, C, again, clear, product_of, store_half
 from kernels.toolchains.gluon import SWIZZLED
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LEVELS = gl.constexpr(6)  # of 64 tokens
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
-BY_ROW = gl.constexpr(gl.SliceLayout(1, SQUARE))
-BY_COLUMN = gl.constexpr(gl.SliceLayout(0, SQUARE))
 # Tiles of 64 by 64: four of tokens and pairs, three of gradients, and five of operands.
 Q, K, PAIRS, SOLVED, OF_TOKENS = (gl.constexpr(i) for i in (0, 1, 2, 3, 4))
 READS, LEAVES, KEEPS, LOADED = (gl.constexpr(i) for i in (4, 5, 6, 7))
 QUERY, KEY, READER, SEEN, SEEN_SOLVED, TILES = (gl.constexpr(i) for i in (7, 8, 9, 10, 11, 12))
-SUMS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 # Pairs as words of two columns, of which a mask keeps both or the first.
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 OF_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
@@ -67,12 +63,7 @@ def _load_tokens(item, descs, buffers, N: gl.constexpr, KQ: gl.constexpr, KK: gl
 
 @gluon.jit
 def _wide(tiles, tile: gl.constexpr):
-    return tiles.index(tile).load(SQUARE).to(gl.float32)
-
-
-@gluon.jit
-def _run(runs):
-    return gl.where(runs < 0, -1 - runs, runs)
+    return wide(tiles.index(tile))
 
 
 @gluon.jit
@@ -94,13 +85,6 @@ def _of_blocks(rows, columns, most):
 def _masked(words, tile: gl.constexpr, to: gl.constexpr, wanted):
     """Copies the pairs of a tile that are wanted to another, and 0 for the others."""
     words.index(to).store(words.index(tile).load(OF_WORDS) & wanted)
-
-
-@gluon.jit
-def _sums_at(sums_ptr, rows, columns, there, ROW: gl.constexpr):
-    """Returns sums of log decays at tokens [C] of all rows and at columns; 0 for those that are not there."""
-    at = rows.to(gl.int64)[:, None] * ROW + columns[None, :]
-    return gl.load(sums_ptr + at, mask=there[:, None] & (columns >= 0)[None, :], other=0.0)
 
 
 @gluon.jit
@@ -177,31 +161,30 @@ def channel_gradients_hopper_kernel(
         reading, leaving = gl.exp2(since), gl.exp2(end[None, :] - since)
         if runs_ptr is not None:
             runs = runs_ptr + token
-            coded = gl.load(runs + t)
-            before = _run(gl.load(runs_ptr + gl.maximum(token - 1, 0), mask=token % T > 0, other=0))
-            run, last = _run(coded), _run(gl.load(runs + (C - 1)))
+            before = gl.where(token % T > 0, run_of(runs_ptr + gl.maximum(token - 1, 0)), 0)
+            run, last = run_of(runs + t), run_of(runs + (C - 1))
             reading = gl.where((run == before)[:, None], reading, 0.0)
             leaving = gl.where((run == last)[:, None], leaving, 0.0)
-            if gl.max(gl.where(coded < 0, 1, 0), axis=0) > 0:
+            if gl.max(gl.where(gl.load(runs + t) < 0, 1, 0), axis=0) > 0:
                 clear(tiles, Q, runs, C, 2, False)
-            of_rows = _run(gl.load(runs + rows))[:, None]
-            same = gl.where(of_rows == _run(gl.load(runs + columns))[None, :], FIRST, 0)
-            same |= gl.where(of_rows == _run(gl.load(runs + (columns + 1)))[None, :], -1 - FIRST, 0)
+            of_rows = run_of(runs + rows)[:, None]
+            same = gl.where(of_rows == run_of(runs + columns)[None, :], FIRST, 0)
+            same |= gl.where(of_rows == run_of(runs + (columns + 1))[None, :], -1 - FIRST, 0)
             _masked(words, PAIRS, PAIRS, same)
             _masked(words, SOLVED, SOLVED, same)
         k = _wide(tiles, K)
-        wide = _wide(tiles, KEEPS) * reading
-        d_beta = -gl.sum(wide * k, axis=1)
-        dk = wide * rate[:, None]
+        through = _wide(tiles, KEEPS) * reading
+        d_beta = -gl.sum(through * k, axis=1)
+        dk = through * rate[:, None]
         of_sums = dk * k
         dq = _wide(tiles, READS) * reading
         of_sums += _wide(tiles, Q) * dq
-        wide = _wide(tiles, LEAVES) * leaving
-        dk += wide
-        wide *= k
-        of_sums -= wide
+        through = _wide(tiles, LEAVES) * leaving
+        dk += through
+        through *= k
+        of_sums -= through
         # What is written until the end passes the decays after it: all, less those until then.
-        total += gl.sum(wide, axis=0) * SCALE
+        total += gl.sum(through, axis=0) * SCALE
         # Pairs of a token with itself have no decay.
         dq += own[:, None] * k
         dk += own[:, None] * _wide(tiles, Q)
@@ -209,29 +192,19 @@ def channel_gradients_hopper_kernel(
         if following < ITEMS:
             _load_gradients(following, descs, buffers, N, CHUNKS)
         for number in range(gl.maximum(at_level - 1, 0), LEVELS):
-            most = 2 << number  # tokens of a block
-            begin = again(t) & -most
-            since = sums.load(SQUARE) * LOG2E
+            reads, writes = factors(sums, sums_ptr, token, column, number, at_level, ROW)
             if number < at_level:
-                low = _sums_at(sums_ptr, token + begin - 1, column + h, begin > 0, ROW)
-                high = _sums_at(sums_ptr, token + begin + most - 1, column + h, begin >= 0, ROW)
-                since -= (low + high) * (0.5 * LOG2E)
-                reads, writes = gl.exp2(since), gl.exp2(-since)
-                wanted = _of_blocks(rows, columns, most)
+                wanted = _of_blocks(rows, columns, 2 << number)
+                _masked(words, PAIRS, SEEN, wanted)
+                _masked(words, SOLVED, SEEN_SOLVED, wanted)
+            elif number >= 3:  # the eight columns of a thread are alike
+                wanted = _of_level(rows, columns & -8, number)
                 _masked(words, PAIRS, SEEN, wanted)
                 _masked(words, SOLVED, SEEN_SOLVED, wanted)
             else:
-                since -= _sums_at(sums_ptr, token + begin + (1 << number) - 1, column + h, begin >= 0, ROW) * LOG2E
-                reads = gl.exp2(gl.minimum(since, -since))
-                writes = reads
-                if number >= 3:  # the eight columns of a thread are alike
-                    wanted = _of_level(rows, columns & -8, number)
-                    _masked(words, PAIRS, SEEN, wanted)
-                    _masked(words, SOLVED, SEEN_SOLVED, wanted)
-                else:
-                    wanted = _of_level(rows, columns, number)
-                    _masked(words, PAIRS, SEEN, wanted)
-                    _masked(words, SOLVED, SEEN_SOLVED, wanted)
+                wanted = _of_level(rows, columns, number)
+                _masked(words, PAIRS, SEEN, wanted)
+                _masked(words, SOLVED, SEEN_SOLVED, wanted)
             k = _wide(tiles, K)
             tiles.index(KEY).store((k * writes).to(dtype))
             tiles.index(QUERY).store((_wide(tiles, Q) * reads).to(dtype))

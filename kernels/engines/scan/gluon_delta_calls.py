@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan.gluon_channel import channel_products_kernel
-from kernels.engines.scan.gluon_channel_gradients import SUMS, channel_gradients_hopper_kernel
+from kernels.engines.scan.gluon_channel_gradients import channel_gradients_hopper_kernel
+from kernels.engines.scan.gluon_channel_pairs import channel_pairs_hopper_kernel
+from kernels.engines.scan.gluon_channel_parts import SUMS
 from kernels.engines.scan.gluon_delta import delta_gradients_kernel
+from kernels.engines.scan.triton_channels import channel_solve_kernel
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
@@ -138,3 +141,33 @@ def channel_gradients(of: Any, sums: Any, whole: Any, first: Any, of_states: Any
         SCALE=of.decays["SCALE"],
         UNSCALED=-math.log2(of.decays["SCALE"]),
     )
+
+
+def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
+    """Returns what `Chunks.pairs` does, of a delta rule in `triton_channel_calls.py`."""
+    x, (B, N, chunks), square = of.x, of.shape, of.squares()
+    weights, a = triton_launch(
+        channel_pairs_hopper_kernel,
+        tiled(x.q),
+        tiled(x.k),
+        tiled(sums, SUMS),
+        sums,
+        of.beta,
+        first,
+        of.layout.runs,
+        out_shape=(square, jax.ShapeDtypeStruct(square.shape, jnp.float32)),
+        grid=(min(2 * MULTIPROCESSORS, B * chunks * N),),
+        num_warps=4,
+        B=B,
+        N=N,
+        KQ=x.q.shape[2],
+        KK=x.k.shape[2],
+        CHUNKS=chunks,
+        SCALE=of.decays["SCALE"],
+    )
+    scratch = jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32)
+    grid = (B * chunks * N,)
+    solve, _ = triton_launch(
+        channel_solve_kernel, a, out_shape=(square, scratch), grid=grid, num_warps=4, BLOCK_C=CHUNK
+    )
+    return weights, solve

@@ -32,6 +32,7 @@ FORGETS_CHANNEL = -60.0
 # The widest sum of log decays whose two halves both have exponentials that bfloat16 holds, times queries and keys of 1e7.
 REACH = 140.0
 KEPT = delta.KEPT[:2]  # what a forward of a delta rule keeps
+MOST_SCALE = 256.0  # of queries, and the inverse of the least, so that keys times it fit float16
 WIDTH = 64  # channels of a tile with decays: several programs of a multiprocessor hide each other's loads
 
 
@@ -275,6 +276,8 @@ class DeltaLaunches(delta.Launches):
     def __init__(self, x: delta.Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         super().__init__(x, num_states, scale, cfg, work)
         self.decays_of = chunks_of(x, self.beta, None, self, scale, cfg)
+        # Hopper's kernel of gradients divides rates by the scale, and has its logarithm.
+        self.in_one = self.in_one and 1 / MOST_SCALE <= scale <= MOST_SCALE
 
     def log_decay(self) -> None:
         return None
@@ -282,6 +285,8 @@ class DeltaLaunches(delta.Launches):
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Returns (what outputs read of writes, the inverses); sets what walks read and write."""
         sums, first = self.decay_tokens()
+        if self.in_one:
+            return gluon.channel_pairs(self.decays_of, sums, first)
         weights, solve = self.decays_of.pairs(sums, first)
         return weights, solve
 
