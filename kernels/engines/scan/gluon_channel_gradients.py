@@ -98,6 +98,72 @@ def _store(ptr, x, tile, token, column, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def through_pairs(tiles, words, sums, sums_ptr, token, column, at_level, t, rows, columns, rate, dq, dk, of_sums, d_beta,
+                  STRIDE: gl.constexpr):  # fmt: skip
+    """Adds what passes through pairs of the chunk to the gradients of queries, keys, sums of log decays, and rates."""
+    dtype: gl.constexpr = tiles.dtype
+    zeros = gl.zeros([C, C], gl.float32, SQUARE)
+    for number in range(gl.maximum(at_level - 1, 0), LEVELS):
+        reads, writes = factors(sums, sums_ptr, token, column, number, at_level, STRIDE)
+        if number < at_level:
+            wanted = _of_blocks(rows, columns, 2 << number)
+            _masked(words, PAIRS, SEEN, wanted)
+            _masked(words, SOLVED, SEEN_SOLVED, wanted)
+        elif number >= 3:  # the eight columns of a thread are alike
+            wanted = _of_level(rows, columns & -8, number)
+            _masked(words, PAIRS, SEEN, wanted)
+            _masked(words, SOLVED, SEEN_SOLVED, wanted)
+        else:
+            wanted = _of_level(rows, columns, number)
+            _masked(words, PAIRS, SEEN, wanted)
+            _masked(words, SOLVED, SEEN_SOLVED, wanted)
+        k = _wide(tiles, K)
+        tiles.index(KEY).store((k * writes).to(dtype))
+        tiles.index(QUERY).store((_wide(tiles, Q) * reads).to(dtype))
+        tiles.index(READER).store((k * reads * rate[:, None]).to(dtype))
+        fence_async_shared()
+        seen, seen_solved, key = tiles.index(SEEN), tiles.index(SEEN_SOLVED), tiles.index(KEY)
+        # Both factors of a pair are rounded alike, so that what reads and writes have in common cancels to the last bits.
+        of_key = product_of(seen.permute((1, 0)), tiles.index(QUERY), zeros, False)
+        of_key = product_of(seen_solved.permute((1, 0)), tiles.index(READER), of_key, True)
+        of_key = warpgroup_mma_wait(0, (of_key,))
+        dk += of_key * writes
+        of_sums -= of_key * _wide(tiles, KEY)
+        of_query = product_of(seen, key, zeros, False)
+        of_reader = product_of(seen_solved, key, zeros, False)
+        of_query, of_reader = warpgroup_mma_wait(1, (of_query, of_reader))
+        dq += of_query * reads
+        of_sums += of_query * _wide(tiles, QUERY)
+        of_reader = warpgroup_mma_wait(0, (of_reader,))
+        of_sums += of_reader * _wide(tiles, READER)
+        of_reader *= reads
+        d_beta -= gl.sum(of_reader * _wide(tiles, K), axis=1)
+        dk += of_reader * rate[:, None]
+    return dq, dk, of_sums, d_beta
+
+
+@gluon.jit
+def store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, dk_ptr, da_ptr,
+                    SCALE: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
+    """Stores the gradients of queries, keys and log decays."""
+    parts = tiles.reinterpret(gl.bfloat16, [TILES, C, C], SWIZZLED)
+    for i in gl.static_range(3):
+        near = (of_sums.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+        parts.index(QUERY + i).store(near.to(gl.bfloat16))
+        of_sums -= near
+    fence_async_shared()
+    later = again(t)[:, None] <= h[None, :]
+    later = gl.convert_layout(gl.where(later, 1.0, 0.0).to(gl.bfloat16), LEFT)
+    da = gl.zeros([C, C], gl.float32, SQUARE)
+    for i in gl.static_range(3):
+        da = product_of(later, parts.index(QUERY + i), da, i > 0)
+    _store(dq_ptr, dq * SCALE, tiles.index(SEEN), token, column, ROW)
+    _store(dk_ptr, dk * SCALE, tiles.index(SEEN_SOLVED), token, column, ROW)
+    da = warpgroup_mma_wait(0, (da,))
+    _store(da_ptr, da * SCALE + total[None, :], tiles.index(SEEN), token, column, ROW)
+
+
+@gluon.jit
 def channel_gradients_hopper_kernel(
     q_desc,  # [B * T, KQ * 128] in blocks of 64 by 64, as all that follow
     k_desc,  # [B * T, KK * 128]
@@ -129,9 +195,8 @@ def channel_gradients_hopper_kernel(
 ):
     ROW: gl.constexpr = N * WIDTH
     ITEMS: gl.constexpr = B * CHUNKS * N * 2
-    dtype: gl.constexpr = q_desc.dtype
     descs = q_desc, k_desc, d_pairs_desc, d_solved_desc, d_reads_desc, d_leaves_desc, d_keeps_desc, sums_desc
-    tiles = gl.allocate_shared_memory(dtype, [TILES, C, C], SWIZZLED)
+    tiles = gl.allocate_shared_memory(q_desc.dtype, [TILES, C, C], SWIZZLED)
     sums = gl.allocate_shared_memory(gl.float32, [C, C], SUMS)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
@@ -141,7 +206,6 @@ def channel_gradients_hopper_kernel(
     t, h = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
     words = tiles.reinterpret(gl.int32, [TILES, C, C // 2], WORDS)
     rows, columns = gl.arange(0, C, gl.SliceLayout(1, OF_WORDS)), 2 * gl.arange(0, C // 2, gl.SliceLayout(0, OF_WORDS))
-    zeros = gl.zeros([C, C], gl.float32, SQUARE)
     phase = 0
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
         half, n, token, index = _place(item, N, CHUNKS)
@@ -191,57 +255,10 @@ def channel_gradients_hopper_kernel(
         fence_async_shared()
         if following < ITEMS:
             _load_gradients(following, descs, buffers, N, CHUNKS)
-        for number in range(gl.maximum(at_level - 1, 0), LEVELS):
-            reads, writes = factors(sums, sums_ptr, token, column, number, at_level, ROW)
-            if number < at_level:
-                wanted = _of_blocks(rows, columns, 2 << number)
-                _masked(words, PAIRS, SEEN, wanted)
-                _masked(words, SOLVED, SEEN_SOLVED, wanted)
-            elif number >= 3:  # the eight columns of a thread are alike
-                wanted = _of_level(rows, columns & -8, number)
-                _masked(words, PAIRS, SEEN, wanted)
-                _masked(words, SOLVED, SEEN_SOLVED, wanted)
-            else:
-                wanted = _of_level(rows, columns, number)
-                _masked(words, PAIRS, SEEN, wanted)
-                _masked(words, SOLVED, SEEN_SOLVED, wanted)
-            k = _wide(tiles, K)
-            tiles.index(KEY).store((k * writes).to(dtype))
-            tiles.index(QUERY).store((_wide(tiles, Q) * reads).to(dtype))
-            tiles.index(READER).store((k * reads * rate[:, None]).to(dtype))
-            fence_async_shared()
-            seen, seen_solved, key = tiles.index(SEEN), tiles.index(SEEN_SOLVED), tiles.index(KEY)
-            # Both factors of a pair are rounded alike, so that what reads and writes have in common cancels to the last bits.
-            of_key = product_of(seen.permute((1, 0)), tiles.index(QUERY), zeros, False)
-            of_key = product_of(seen_solved.permute((1, 0)), tiles.index(READER), of_key, True)
-            of_key = warpgroup_mma_wait(0, (of_key,))
-            dk += of_key * writes
-            of_sums -= of_key * _wide(tiles, KEY)
-            of_query = product_of(seen, key, zeros, False)
-            of_reader = product_of(seen_solved, key, zeros, False)
-            of_query, of_reader = warpgroup_mma_wait(1, (of_query, of_reader))
-            dq += of_query * reads
-            of_sums += of_query * _wide(tiles, QUERY)
-            of_reader = warpgroup_mma_wait(0, (of_reader,))
-            of_sums += of_reader * _wide(tiles, READER)
-            of_reader *= reads
-            d_beta -= gl.sum(of_reader * _wide(tiles, K), axis=1)
-            dk += of_reader * rate[:, None]
+        dq, dk, of_sums, d_beta = through_pairs(
+            tiles, words, sums, sums_ptr, token, column, at_level, t, rows, columns, rate, dq, dk, of_sums, d_beta, ROW
+        )
         if following < ITEMS:
             _load_tokens(following, descs, buffers, N, KQ, KK, CHUNKS)
-        parts = tiles.reinterpret(gl.bfloat16, [TILES, C, C], SWIZZLED)
-        for i in gl.static_range(3):
-            near = (of_sums.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-            parts.index(QUERY + i).store(near.to(gl.bfloat16))
-            of_sums -= near
-        fence_async_shared()
-        later = again(t)[:, None] <= h[None, :]
-        later = gl.convert_layout(gl.where(later, 1.0, 0.0).to(gl.bfloat16), LEFT)
-        da = zeros
-        for i in gl.static_range(3):
-            da = product_of(later, parts.index(QUERY + i), da, i > 0)
-        _store(dq_ptr, dq * SCALE, tiles.index(SEEN), token, column, ROW)
-        _store(dk_ptr, dk * SCALE, tiles.index(SEEN_SOLVED), token, column, ROW)
         gl.store(d_beta_ptr + half * (B * N * T) + at + t, d_beta)
-        da = warpgroup_mma_wait(0, (da,))
-        _store(da_ptr, da * SCALE + total[None, :], tiles.index(SEEN), token, column, ROW)
+        store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, dk_ptr, da_ptr, SCALE, ROW)
