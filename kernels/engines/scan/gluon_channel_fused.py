@@ -217,5 +217,6 @@ def channel_fused_kernel(
         gl.store(d_beta_ptr + half * (B * N * T) + at + t, d_beta)
         store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, dk_ptr, da_ptr, SCALE, ROW)
         fence_async_shared()
+        gl.barrier()  # a warp waits for its own part of the last products only
         if following < ITEMS:
             _load_last(following, descs, buffers, N, CHUNKS)
