@@ -116,8 +116,8 @@ FAULTS = (
     Fault(
         "gradients of channels on Hopper: the next chunk is loaded while this one is read",
         "gluon_channel_gradients:channel_gradients_hopper_kernel",
-        "if $next < ITEMS: _load_gradients($$a)\nfor $i in range($$b): $$c\nif $next < ITEMS: _load_tokens($$d)",
-        "if $next < ITEMS:\n    _load_gradients($$a)\n    _load_tokens($$d)\nfor $i in range($$b): $$c",
+        "$q, $k, $s, $b = _through_pairs($$a)\nif $next < ITEMS: _load_tokens($$d)",
+        "if $next < ITEMS: _load_tokens($$d)\n$q, $k, $s, $b = _through_pairs($$a)",
         CHANNELS,
     ),
     Fault(
@@ -150,14 +150,14 @@ FAULTS = (
     ),
     Fault(
         "gradients of channels on Hopper: operands are read before a fence",
-        "gluon_channel_gradients:channel_gradients_hopper_kernel",
+        "gluon_channel_gradients:_through_pairs",
         "fence_async_shared()\n$seen, $solved, $key = $x.index(SEEN), $x.index(SEEN_SOLVED), $x.index(KEY)",
         "$seen, $solved, $key = $x.index(SEEN), $x.index(SEEN_SOLVED), $x.index(KEY)",
         CHANNELS,
     ),
     Fault(
         "gradients of channels on Hopper: gradients of decays have one part thrice",
-        "gluon_channel_gradients:channel_gradients_hopper_kernel",
+        "gluon_channel_gradients:_store_gradients",
         "product_of($later, $parts.index(QUERY + $i), $da, $i > 0)",
         "product_of($later, $parts.index(QUERY), $da, $i > 0)",
         CHANNELS,
@@ -171,7 +171,7 @@ FAULTS = (
     ),
     Fault(
         "gradients of channels on Hopper: a rate has no gradient through pairs",
-        "gluon_channel_gradients:channel_gradients_hopper_kernel",
+        "gluon_channel_gradients:_through_pairs",
         "$d_beta -= gl.sum($of_reader * _wide($tiles, K), axis=1)",
         "",
         CHANNELS,

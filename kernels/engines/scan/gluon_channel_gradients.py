@@ -18,8 +18,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from kernels.engines.scan.gluon_channel_parts import BY_COLUMN, BY_ROW, LEVELS, LOG2E, SUMS, factors, run_of, wide
-from kernels.engines.scan.gluon_tiles import SQUARE, WIDTH, C, again, clear, product_of, store_half
+from kernels.engines.scan.gluon_channel_parts import (
+    BY_COLUMN,
+    BY_ROW,
+    LEVELS,
+    LOG2E,
+    SQUARE,
+    SUMS,
+    WARPS,
+    clear_padding,
+    factors,
+    run_of,
+    store_tile,
+    wide,
+)
+from kernels.engines.scan.gluon_tiles import WIDTH, C, again, product_of
 from kernels.toolchains.gluon import SWIZZLED
 
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
@@ -29,7 +42,7 @@ READS, LEAVES, KEEPS, LOADED = (gl.constexpr(i) for i in (4, 5, 6, 7))
 QUERY, KEY, READER, SEEN, SEEN_SOLVED, TILES = (gl.constexpr(i) for i in (7, 8, 9, 10, 11, 12))
 # Pairs as words of two columns, of which a mask keeps both or the first.
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-OF_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+OF_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0]))
 FIRST = gl.constexpr(0xFFFF)
 
 
@@ -88,17 +101,7 @@ def _masked(words, tile: gl.constexpr, to: gl.constexpr, wanted):
 
 
 @gluon.jit
-def _store(ptr, x, tile, token, column, STRIDE: gl.constexpr):
-    if ptr.dtype.element_ty == tile.dtype:
-        store_half(ptr, x, tile, token, column, C, STRIDE, False)
-    else:
-        rows, columns = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
-        where = (token + rows).to(gl.int64)[:, None] * STRIDE + (column + columns)[None, :]
-        gl.store(ptr + where, x.to(ptr.dtype.element_ty))
-
-
-@gluon.jit
-def through_pairs(tiles, words, sums, sums_ptr, token, column, at_level, t, rows, columns, rate, dq, dk, of_sums, d_beta,
+def _through_pairs(tiles, words, sums, sums_ptr, token, column, at_level, t, rows, columns, rate, dq, dk, of_sums, d_beta,
                   STRIDE: gl.constexpr):  # fmt: skip
     """Adds what passes through pairs of the chunk to the gradients of queries, keys, sums of log decays, and rates."""
     dtype: gl.constexpr = tiles.dtype
@@ -143,7 +146,7 @@ def through_pairs(tiles, words, sums, sums_ptr, token, column, at_level, t, rows
 
 
 @gluon.jit
-def store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, dk_ptr, da_ptr,
+def _store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, dk_ptr, da_ptr,
                     SCALE: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
     """Stores the gradients of queries, keys and log decays."""
     parts = tiles.reinterpret(gl.bfloat16, [TILES, C, C], SWIZZLED)
@@ -152,15 +155,15 @@ def store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, 
         parts.index(QUERY + i).store(near.to(gl.bfloat16))
         of_sums -= near
     fence_async_shared()
-    later = again(t)[:, None] <= h[None, :]
-    later = gl.convert_layout(gl.where(later, 1.0, 0.0).to(gl.bfloat16), LEFT)
+    u, later = again(gl.arange(0, C, gl.SliceLayout(1, LEFT))), gl.arange(0, C, gl.SliceLayout(0, LEFT))
+    later = gl.where(u[:, None] <= later[None, :], 1.0, 0.0).to(gl.bfloat16)
     da = gl.zeros([C, C], gl.float32, SQUARE)
     for i in gl.static_range(3):
         da = product_of(later, parts.index(QUERY + i), da, i > 0)
-    _store(dq_ptr, dq * SCALE, tiles.index(SEEN), token, column, ROW)
-    _store(dk_ptr, dk * SCALE, tiles.index(SEEN_SOLVED), token, column, ROW)
+    store_tile(dq_ptr, dq * SCALE, tiles.index(SEEN), token, column, ROW)
+    store_tile(dk_ptr, dk * SCALE, tiles.index(SEEN_SOLVED), token, column, ROW)
     da = warpgroup_mma_wait(0, (da,))
-    _store(da_ptr, da * SCALE + total[None, :], tiles.index(SEEN), token, column, ROW)
+    store_tile(da_ptr, da * SCALE + total[None, :], tiles.index(SEEN), token, column, ROW)
 
 
 @gluon.jit
@@ -230,7 +233,7 @@ def channel_gradients_hopper_kernel(
             reading = gl.where((run == before)[:, None], reading, 0.0)
             leaving = gl.where((run == last)[:, None], leaving, 0.0)
             if gl.max(gl.where(gl.load(runs + t) < 0, 1, 0), axis=0) > 0:
-                clear(tiles, Q, runs, C, 2, False)
+                clear_padding(tiles, Q, runs)
             of_rows = run_of(runs + rows)[:, None]
             same = gl.where(of_rows == run_of(runs + columns)[None, :], FIRST, 0)
             same |= gl.where(of_rows == run_of(runs + (columns + 1))[None, :], -1 - FIRST, 0)
@@ -255,10 +258,10 @@ def channel_gradients_hopper_kernel(
         fence_async_shared()
         if following < ITEMS:
             _load_gradients(following, descs, buffers, N, CHUNKS)
-        dq, dk, of_sums, d_beta = through_pairs(
+        dq, dk, of_sums, d_beta = _through_pairs(
             tiles, words, sums, sums_ptr, token, column, at_level, t, rows, columns, rate, dq, dk, of_sums, d_beta, ROW
         )
         if following < ITEMS:
             _load_tokens(following, descs, buffers, N, KQ, KK, CHUNKS)
         gl.store(d_beta_ptr + half * (B * N * T) + at + t, d_beta)
-        store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, dk_ptr, da_ptr, SCALE, ROW)
+        _store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, dk_ptr, da_ptr, SCALE, ROW)

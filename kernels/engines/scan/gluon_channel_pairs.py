@@ -14,8 +14,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from kernels.engines.scan.gluon_channel_parts import BY_COLUMN, BY_ROW, LEVELS, SUMS, factors, run_of, wide
-from kernels.engines.scan.gluon_tiles import HALVES, SQUARE, WIDE, WIDTH, C, clear, product_of
+from kernels.engines.scan.gluon_channel_parts import (
+    BY_COLUMN,
+    BY_ROW,
+    LEVELS,
+    SQUARE,
+    SUMS,
+    clear_padding,
+    factors,
+    run_of,
+    store_tile,
+    wide,
+)
+from kernels.engines.scan.gluon_tiles import HALVES, WIDTH, C, product_of
 from kernels.toolchains.gluon import SWIZZLED
 
 # Tiles of 64 by 64: queries and keys of each half of the channels, and three operands.
@@ -82,7 +93,6 @@ def channel_pairs_hopper_kernel(
     for half in gl.static_range(HALVES):
         _load(gl.program_id(0), half, descs, buffers, N, KQ, KK)
     t, s = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
-    rows, columns = gl.arange(0, C, gl.SliceLayout(1, WIDE)), gl.arange(0, C, gl.SliceLayout(0, WIDE))
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
     query, key, reader = tiles.index(QUERY), tiles.index(KEY), tiles.index(READER)
     phase = 0
@@ -96,7 +106,7 @@ def channel_pairs_hopper_kernel(
             mbarrier.wait(full.index(half), phase)
             if runs_ptr is not None:
                 if gl.max(gl.where(gl.load(runs_ptr + token + t) < 0, 1, 0), axis=0) > 0:
-                    clear(tiles, 2 * half, runs_ptr + token, C, 2, False)
+                    clear_padding(tiles, 2 * half, runs_ptr + token)
             q, k = tiles.index(2 * half), tiles.index(2 * half + 1)
             # Pairs of a token with itself have no decay.
             own += gl.sum(wide(q) * wide(k), axis=1)
@@ -123,8 +133,5 @@ def channel_pairs_hopper_kernel(
         if runs_ptr is not None:
             same = run_of(runs_ptr + token + t)[:, None] == run_of(runs_ptr + token + s)[None, :]
             weights, of_keys = gl.where(same, weights, 0.0), gl.where(same, of_keys, 0.0)
-        query.store((weights * SCALE).to(dtype))
-        at = (index * C + rows).to(gl.int64)[:, None] * C + columns[None, :]
-        gl.store(pairs_ptr + at, query.load(WIDE))
-        at = (index * C + t).to(gl.int64)[:, None] * C + s[None, :]
-        gl.store(a_ptr + at, of_keys * beta[:, None])
+        store_tile(pairs_ptr, weights * SCALE, query, index * C, 0, C)
+        store_tile(a_ptr, of_keys * beta[:, None], query, index * C, 0, C)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.engines.scan.gluon_tiles import SQUARE, C, again
+from kernels.engines.scan.gluon_tiles import C, again
 
+WARPS = gl.constexpr(8)  # of a program, of which two share a multiprocessor: more hide more of what each waits for
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 16 contiguous bytes a thread
 LOG2E = gl.constexpr(1.4426950408889634)
 LEVELS = gl.constexpr(6)  # of 64 tokens
 SUMS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -28,6 +31,31 @@ def run_of(ptr):
 @gluon.jit
 def wide(tile):
     return tile.load(SQUARE).to(gl.float32)
+
+
+@gluon.jit
+def clear_padding(tiles, first: gl.constexpr, runs_ptr):
+    """Sets tokens of padding to zero in two tiles: they may hold anything, even NaN."""
+    there = gl.load(runs_ptr + gl.arange(0, C, gl.SliceLayout(1, WIDE))) >= 0
+    for i in gl.static_range(2):
+        tile = tiles.index(first + i)
+        x = tile.load(WIDE)
+        tile.store(gl.where(there[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def store_tile(ptr, x, tile, token, column, STRIDE: gl.constexpr):
+    """Stores [tokens, channels] of a chunk through a tile, so that each thread writes 16 contiguous bytes; in other dtypes than
+    the tile's from registers."""
+    if ptr.dtype.element_ty == tile.dtype:
+        tile.store(x.to(tile.dtype))
+        rows, columns = gl.arange(0, C, gl.SliceLayout(1, WIDE)), gl.arange(0, C, gl.SliceLayout(0, WIDE))
+        at = (token + rows).to(gl.int64)[:, None] * STRIDE + (column + columns)[None, :]
+        gl.store(ptr + at, tile.load(WIDE))
+    else:
+        rows, columns = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
+        at = (token + rows).to(gl.int64)[:, None] * STRIDE + (column + columns)[None, :]
+        gl.store(ptr + at, x.to(ptr.dtype.element_ty))
 
 
 @gluon.jit

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan.gluon_channel import channel_products_kernel
-from kernels.engines.scan.gluon_channel_fused import channel_fused_kernel
 from kernels.engines.scan.gluon_channel_gradients import channel_gradients_hopper_kernel
 from kernels.engines.scan.gluon_channel_pairs import channel_pairs_hopper_kernel
-from kernels.engines.scan.gluon_channel_parts import SUMS
+from kernels.engines.scan.gluon_channel_parts import SUMS, WARPS
 from kernels.engines.scan.gluon_delta import delta_gradients_kernel
 from kernels.engines.scan.triton_channels import channel_solve_kernel
 from kernels.framework.target import MULTIPROCESSORS
@@ -20,8 +19,8 @@ from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 CHUNK, WIDTH = 64, 128
-FUSED = True
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+REGISTERS = 128  # of kernels of channels: two programs of eight warps share a multiprocessor
 
 
 def fits(x: Any, chunk: int, num_states: int) -> bool:
@@ -133,7 +132,8 @@ def channel_gradients(of: Any, sums: Any, whole: Any, first: Any, of_states: Any
         of.layout.runs,
         out_shape=shapes,
         grid=(min(2 * MULTIPROCESSORS, 2 * B * chunks * N),),
-        num_warps=4,
+        num_warps=WARPS,
+        max_registers=REGISTERS,
         B=B,
         T=x.q.shape[1],
         N=N,
@@ -159,7 +159,8 @@ def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
         of.layout.runs,
         out_shape=(square, jax.ShapeDtypeStruct(square.shape, jnp.float32)),
         grid=(min(2 * MULTIPROCESSORS, B * chunks * N),),
-        num_warps=4,
+        num_warps=WARPS,
+        max_registers=REGISTERS,
         B=B,
         N=N,
         KQ=x.q.shape[2],
@@ -173,36 +174,3 @@ def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
         channel_solve_kernel, a, out_shape=(square, scratch), grid=grid, num_warps=4, BLOCK_C=CHUNK
     )
     return weights, solve
-
-
-def channel_fused(
-    of: Any, v: Any, sums: Any, whole: Any, first: Any, d_out: Any, walked: Any, of_end: Any, shapes: Any
-) -> Any:
-    x, (B, N, chunks) = of.x, of.shape
-    arrays = (x.q, x.k, d_out.astype(v.dtype), walked["written"], of_end["du"], walked["states"], of_end["d_states"])
-    return triton_launch(
-        channel_fused_kernel,
-        *map(tiled, arrays),
-        tiled(sums, SUMS),
-        sums,
-        v,
-        of.beta,
-        whole,
-        first,
-        of.layout.runs,
-        out_shape=(
-            *shapes,
-            jax.ShapeDtypeStruct((4, B, N, x.q.shape[1]), jnp.float32),
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-        ),
-        grid=(min(2 * MULTIPROCESSORS, 2 * B * chunks * N),),
-        num_warps=4,
-        B=B,
-        T=x.q.shape[1],
-        N=N,
-        KQ=x.q.shape[2],
-        KK=x.k.shape[2],
-        CHUNKS=chunks,
-        SCALE=of.decays["SCALE"],
-        UNSCALED=-math.log2(of.decays["SCALE"]),
-    )

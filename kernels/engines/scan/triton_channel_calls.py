@@ -230,22 +230,6 @@ class Chunks(NamedTuple):
             "bonus": bonus,
         }
 
-    def fused(self, v: Any, sums: Any, whole: Any, first: Any, d_out: Any, walked: Any, of_end: Any) -> dict[str, Any]:
-        x, N, valid = self.x, self.sizes["N"], self.layout.valid
-
-        def of(y: jax.Array) -> Any:
-            return self.tokens(y.dtype if y.shape[2] == N else jnp.float32)
-
-        shapes = (of(x.q), of(x.k), self.tokens(x.a.dtype))
-        dq, dk, da, beta, dv = gluon.channel_fused(self, v, sums, whole, first, d_out, walked, of_end, shapes)
-        return {
-            "q": heads_of(dq, x.q.shape[2]),
-            "k": heads_of(dk, x.k.shape[2]),
-            "v": dv,
-            "a": da if valid is None else jnp.where(valid[..., None, None], da, 0),
-            "beta": self.layout.of_tokens(jnp.sum(beta, axis=0)),
-        }
-
 
 def chunks_of(x: Any, beta: Any, bonus: Any, run: Any, scale: float, cfg: ChunkConfig) -> Chunks:
     """Returns what kernels of channels share, of the launches `run` of a call."""
@@ -320,8 +304,6 @@ class DeltaLaunches(delta.Launches):
     def gradients(self, d_out: Any, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
         """Returns the gradients of q, k, v, beta and a. See `delta.Launches.gradients`."""
         states, written = walked["states"], walked["written"]
-        if self.in_one and gluon.FUSED:
-            return self.decays_of.fused(self.x.v, *self.decays, d_out, walked, of_end)
         if self.in_one:
             of_states, (*of_written, of_values, dv) = gluon.products(self, d_out, walked, of_end)
         else:
