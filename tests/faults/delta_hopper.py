@@ -233,6 +233,20 @@ FAULTS = (
         "tests/kernels/test_delta_triton.py -k what_a_backward",
     ),
     Fault(
+        "delta of channels on Hopper: the default is the kernels in Triton",
+        "delta_rule/triton_gpu:_tiles",
+        "replace($cfg, in_one=$whole)",
+        "$cfg",
+        "tests/kernels/test_delta_triton.py -k what_a_backward",
+    ),
+    Fault(
+        "delta of channels on Hopper: scales whose logarithm there is none of",
+        "triton_channel_calls:DeltaLaunches.__init__",
+        "self.in_one and 1 / MOST_SCALE <= $scale <= MOST_SCALE",
+        "self.in_one",
+        "tests/kernels/test_delta_hopper.py -k scales",
+    ),
+    Fault(
         "delta on Hopper: a part of a chunk is taken for a whole one",
         "gluon_delta_calls:fits",
         "$x.q.shape[1] % CHUNK == 0",

@@ -218,11 +218,11 @@ def test_two_programs_of_gradients_of_channels_fit_a_multiprocessor():
     assert not IN_TRITON & {k.name for k in report}
     (kernel,) = (k for k in report if k.name == "channel_gradients_hopper_kernel")
     assert not kernel.resources["serialized"]
-    assert kernel.resources["spill_stores"] <= 392, kernel.resources
+    assert kernel.resources["spill_stores"] <= 492, kernel.resources
     assert 2 * (kernel.shared_memory_bytes + 1024) <= SHARED_MEMORY[90] + 1024
     for pairs in (k for k in report if k.name == "channel_pairs_hopper_kernel"):
         assert not pairs.resources["serialized"]
-        assert pairs.resources["spill_stores"] <= 32, pairs.resources
+        assert not pairs.resources["spill_stores"], pairs.resources
 
 
 @pytest.mark.slow

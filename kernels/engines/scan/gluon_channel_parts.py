@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 
 from kernels.engines.scan.gluon_tiles import C, again
 
-WARPS = gl.constexpr(8)  # of a program, of which two share a multiprocessor: more hide more of what each waits for
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 16 contiguous bytes a thread
+WARPS = gl.constexpr(4)  # of a program, of which two share a multiprocessor
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 256 // WARPS, 16]))
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0]))  # 16 contiguous bytes a thread
 LOG2E = gl.constexpr(1.4426950408889634)
 LEVELS = gl.constexpr(6)  # of 64 tokens
 SUMS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan import gluon_channel_parts
 from kernels.engines.scan.gluon_channel import channel_products_kernel
 from kernels.engines.scan.gluon_channel_gradients import channel_gradients_hopper_kernel
 from kernels.engines.scan.gluon_channel_pairs import channel_pairs_hopper_kernel
-from kernels.engines.scan.gluon_channel_parts import SUMS, WARPS
 from kernels.engines.scan.gluon_delta import delta_gradients_kernel
 from kernels.engines.scan.triton_channels import channel_solve_kernel
 from kernels.framework.target import MULTIPROCESSORS
@@ -20,7 +20,9 @@ from kernels.toolchains.triton import compute_capability, tensor_descriptor, tri
 
 CHUNK, WIDTH = 64, 128
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-REGISTERS = 128  # of kernels of channels: two programs of eight warps share a multiprocessor
+# Of kernels of channels, so that two programs share a multiprocessor.
+WARPS = gluon_channel_parts.WARPS.value
+REGISTERS = min(255, 1024 // WARPS)
 
 
 def fits(x: Any, chunk: int, num_states: int) -> bool:
@@ -122,7 +124,7 @@ def channel_gradients(of: Any, sums: Any, whole: Any, first: Any, of_states: Any
     return triton_launch(
         channel_gradients_hopper_kernel,
         *map(tiled, arrays),
-        tiled(sums, SUMS),
+        tiled(sums, gluon_channel_parts.SUMS),
         d_pairs,
         sums,
         of.beta,
@@ -152,7 +154,7 @@ def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
         channel_pairs_hopper_kernel,
         tiled(x.q),
         tiled(x.k),
-        tiled(sums, SUMS),
+        tiled(sums, gluon_channel_parts.SUMS),
         sums,
         of.beta,
         first,
