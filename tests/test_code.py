@@ -181,7 +181,7 @@ SPILLS = {
     ("delta_rule", "small", 90): 8,
     ("delta_rule", "small", 80): 4,
     # Gradients of queries, keys and decays are summed beside those of two kinds of pairs; each program spills outside its
-    # products. With half the channels a program took longer (1,540 us, and 1,360 with 64, on an H200).
+    # products. With half the channels a program took longer (in Triton: 1,540 us, and 1,360 with 64, on an H200).
     ("delta_rule", "kimi_linear", 90): 564,
     ("delta_rule", "kimi_linear", 80): 624,
     # Gradients of two readers, two writers and their decays are summed side by side, and four matrices of pairs.

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.framework.interpret import interpret, interpreting
+from kernels.toolchains.simulate.simulated_hopper import Shared
 from kernels.toolchains.triton import tensor_descriptor, triton_launch
 
 SIZE = 64
@@ -161,6 +162,17 @@ def test_what_lies_past_the_end_of_an_array_is_zeros():
         stored, _ = squares(X, "outside")
     wide = np.asarray(X, np.float32)[1:]
     np.testing.assert_allclose(stored, wide.T @ wide, rtol=1e-5, atol=1e-4)
+
+
+def test_a_tile_of_wider_entries_has_the_same_bytes_and_flags():
+    """In the second of two tiles of 64 by 128, which lies as panels of 64 columns: words of two of its columns."""
+    memory, unfenced = np.arange(2 * 64 * 128).astype(np.uint16), np.zeros(2 * 64 * 128, bool)
+    tiles = Shared(memory, unfenced, Shared.allocate(np.uint16, [2, 64, 128], TILE.value)._entries)
+    words = tiles.reinterpret(np.int32, [2, 64, 64], SUMS.value)
+    low, high = (np.asarray(tiles.index(1).load())[:, i::2].astype(np.int64) for i in (0, 1))
+    np.testing.assert_array_equal(np.asarray(words.index(1).load()), low + (high << 16))
+    words._unfenced[words.index(1)._entries] = True
+    assert unfenced[tiles.index(1)._entries].all() and not unfenced[tiles.index(0)._entries].any()
 
 
 def test_kernels_for_hopper_are_not_interpreted_for_another_gpu():

@@ -1,8 +1,10 @@
-"""Faults of Hopper's one kernel of all gradients of a delta rule's chunks."""
+"""Faults of Hopper's kernels of a delta rule's chunks."""
 
 from faults import Fault
 
 DELTA = "tests/kernels/test_delta_hopper.py -k three_kernels"
+CHANNELS = "tests/kernels/test_delta_hopper.py -k gradients_of_decays_of_channels"
+PAIRS = "tests/kernels/test_delta_hopper.py -k pairs_of_decays_of_channels"
 FITS = "tests/kernels/test_delta_hopper.py -k which_calls"
 
 FAULTS = (
@@ -112,11 +114,137 @@ FAULTS = (
         DELTA,
     ),
     Fault(
+        "gradients of channels on Hopper: the next chunk is loaded while this one is read",
+        "gluon_channel_gradients:channel_gradients_hopper_kernel",
+        "$q, $k, $s, $b = _through_pairs($$a)\nif $next < ITEMS: _load_tokens($$d)",
+        "if $next < ITEMS: _load_tokens($$d)\n$q, $k, $s, $b = _through_pairs($$a)",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: levels have pairs nearer than theirs",
+        "gluon_channel_gradients:_of_level",
+        "$distance >= (1 << $number)",
+        "$distance >= 0",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: blocks have the later column of a word too",
+        "gluon_channel_gradients:_of_blocks",
+        "gl.where($rows[:, None] > $columns[None, :], FIRST, 0)",
+        "gl.where($rows[:, None] > $columns[None, :], -1, 0)",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: pairs of two documents",
+        "gluon_channel_gradients:channel_gradients_hopper_kernel",
+        "_masked($words, SOLVED, SOLVED, $same)",
+        "",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: what padding holds is read",
+        "gluon_channel_gradients:channel_gradients_hopper_kernel",
+        "gl.max(gl.where(gl.load($runs + $t) < 0, 1, 0), axis=0) > 0",
+        "False",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: operands are read before a fence",
+        "gluon_channel_gradients:_through_pairs",
+        "fence_async_shared()\n$seen, $solved, $key = $x.index(SEEN), $x.index(SEEN_SOLVED), $x.index(KEY)",
+        "$seen, $solved, $key = $x.index(SEEN), $x.index(SEEN_SOLVED), $x.index(KEY)",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: gradients of decays have one part thrice",
+        "gluon_channel_gradients:_store_gradients",
+        "product_of($later, $parts.index(QUERY + $i), $da, $i > 0)",
+        "product_of($later, $parts.index(QUERY), $da, $i > 0)",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: what is written does not pass later decays",
+        "gluon_channel_gradients:channel_gradients_hopper_kernel",
+        "$total += gl.sum($$what, axis=0) * SCALE",
+        "",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: a rate has no gradient through pairs",
+        "gluon_channel_gradients:_through_pairs",
+        "$d_beta -= gl.sum($of_reader * _wide($tiles, K), axis=1)",
+        "",
+        CHANNELS,
+    ),
+    Fault(
+        "gradients of channels on Hopper: keys lack their own query",
+        "gluon_channel_gradients:channel_gradients_hopper_kernel",
+        "$dk += $own[:, None] * _wide($tiles, Q)",
+        "",
+        CHANNELS,
+    ),
+    Fault(
+        "pairs of channels on Hopper: blocks are referred to their beginning",
+        "gluon_channel_parts:factors",
+        "($low + $high) * (0.5 * LOG2E)",
+        "$low * LOG2E",
+        PAIRS,
+    ),
+    Fault(
+        "pairs of channels on Hopper: a level is referred to a token too late",
+        "gluon_channel_parts:factors",
+        "$token + $begin + (1 << $number) - 1",
+        "$token + $begin + (1 << $number)",
+        PAIRS,
+    ),
+    Fault(
+        "pairs of channels on Hopper: pairs of two documents",
+        "gluon_channel_pairs:channel_pairs_hopper_kernel",
+        "gl.where($same, $weights, 0.0), gl.where($same, $of_keys, 0.0)",
+        "gl.where($same, $weights, 0.0), $of_keys",
+        PAIRS,
+    ),
+    Fault(
+        "pairs of channels on Hopper: one half of the channels alone",
+        "gluon_channel_pairs:channel_pairs_hopper_kernel",
+        "$own += gl.sum($$what, axis=1)",
+        "$own = gl.sum($$what, axis=1)",
+        PAIRS,
+    ),
+    Fault(
+        "pairs of channels on Hopper: what padding holds is read",
+        "gluon_channel_pairs:channel_pairs_hopper_kernel",
+        "gl.max(gl.where(gl.load($runs + $token + $t) < 0, 1, 0), axis=0) > 0",
+        "False",
+        PAIRS,
+    ),
+    Fault(
+        "pairs of channels on Hopper: rates are left out",
+        "gluon_channel_pairs:channel_pairs_hopper_kernel",
+        "$of_keys * $beta[:, None]",
+        "$of_keys",
+        PAIRS,
+    ),
+    Fault(
         "delta on Hopper: the default is three kernels",
         "delta_rule/triton_gpu:_tiles",
         "replace($cfg, keeps=True, at_once=$few, in_one=$whole)",
         "replace($cfg, keeps=True, at_once=$few, in_one=False)",
         "tests/kernels/test_delta_triton.py -k what_a_backward",
+    ),
+    Fault(
+        "delta of channels on Hopper: the default is the kernels in Triton",
+        "delta_rule/triton_gpu:_tiles",
+        "replace($cfg, in_one=$whole)",
+        "$cfg",
+        "tests/kernels/test_delta_triton.py -k what_a_backward",
+    ),
+    Fault(
+        "delta of channels on Hopper: scales whose logarithm there is none of",
+        "triton_channel_calls:DeltaLaunches.__init__",
+        "self.in_one and 1 / MOST_SCALE <= $scale <= MOST_SCALE",
+        "self.in_one",
+        "tests/kernels/test_delta_hopper.py -k scales",
     ),
     Fault(
         "delta on Hopper: a part of a chunk is taken for a whole one",

@@ -248,7 +248,7 @@ FAULTS = (
     ),
     Fault(
         "interpreting Gluon: panels of columns lie one row behind the other",
-        "_offsets",
+        "simulate/offsets:offsets",
         "$panels.swapaxes(1, 2)",
         "$panels",
         GROUPED,

@@ -39,9 +39,9 @@ class ChunkConfig(Tunables):
       backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
       at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split (Triton).
       in_one: on Hopper, whether one kernel computes all gradients of a delta rule's chunks with decays of heads. With decays of
-        channels: whether one computes their products with states. Calls that these kernels do not have take the others: they
-        have 16 bits, heads of 128 channels and chunks of 64 tokens, and with decays of channels whole chunks and one state for
-        a row (Triton).
+        channels: whether Hopper's kernels compute pairs, products of gradients with states, and what decays do to both. Calls
+        that these kernels do not have take the others: they have 16 bits, heads of 128 channels and chunks of 64 tokens, and
+        with decays of channels whole chunks, one state for a row, and a scale between 1/256 and 256 (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
         its values in all (Triton).
     """

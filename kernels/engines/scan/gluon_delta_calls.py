@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan import gluon_channel_parts
 from kernels.engines.scan.gluon_channel import channel_products_kernel
+from kernels.engines.scan.gluon_channel_gradients import channel_gradients_hopper_kernel
+from kernels.engines.scan.gluon_channel_pairs import channel_pairs_hopper_kernel
 from kernels.engines.scan.gluon_delta import delta_gradients_kernel
+from kernels.engines.scan.triton_channels import channel_solve_kernel
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 CHUNK, WIDTH = 64, 128
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+# Of kernels of channels, so that two programs share a multiprocessor.
+WARPS = gluon_channel_parts.WARPS.value
+REGISTERS = min(255, 1024 // WARPS)
 
 
 def fits(x: Any, chunk: int, num_states: int) -> bool:
@@ -25,10 +33,10 @@ def fits(x: Any, chunk: int, num_states: int) -> bool:
     return whole and wide and compute_capability() == 90
 
 
-def tiled(x: jax.Array) -> Any:
-    """Returns the descriptor of an array [B, T, heads, 128] or of states [..., 128, 128] in tiles."""
-    rows = x.size // WIDTH if x.ndim == 5 else x.shape[0] * x.shape[1]
-    return tensor_descriptor(x, (rows, x.size // rows), (CHUNK, CHUNK), SWIZZLED.value)
+def tiled(x: jax.Array, layout: Any = SWIZZLED) -> Any:
+    """Returns the descriptor of an array [B, T, heads, 128], or of matrices [B, N, CHUNKS, rows, columns], in tiles."""
+    rows = x.size // x.shape[-1] if x.ndim == 5 else x.shape[0] * x.shape[1]
+    return tensor_descriptor(x, (rows, x.size // rows), (CHUNK, CHUNK), layout.value)
 
 
 def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
@@ -100,3 +108,71 @@ def products(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[st
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
     return results[:4], results[4:]
+
+
+def channel_gradients(of: Any, sums: Any, whole: Any, first: Any, of_states: Any, of_written: Any, shapes: Any) -> Any:
+    """Returns what `channel_gradients_kernel` of `triton_channel_steps.py` does, of `Chunks` in `triton_channel_calls.py`.
+
+    Args:
+      sums, whole, first, of_states, of_written: see `Chunks.gradients`.
+      shapes: of the results.
+    """
+    x, (B, N, chunks) = of.x, of.shape
+    d_pairs, d_reads, d_leaves, d_whole = of_states
+    d_solved, d_keeps = of_written
+    arrays = (x.q, x.k, d_pairs, d_solved, d_reads, d_leaves, d_keeps)
+    return triton_launch(
+        channel_gradients_hopper_kernel,
+        *map(tiled, arrays),
+        tiled(sums, gluon_channel_parts.SUMS),
+        d_pairs,
+        sums,
+        of.beta,
+        whole,
+        d_whole,
+        first,
+        of.layout.runs,
+        out_shape=shapes,
+        grid=(min(2 * MULTIPROCESSORS, 2 * B * chunks * N),),
+        num_warps=WARPS,
+        max_registers=REGISTERS,
+        B=B,
+        T=x.q.shape[1],
+        N=N,
+        KQ=x.q.shape[2],
+        KK=x.k.shape[2],
+        CHUNKS=chunks,
+        SCALE=of.decays["SCALE"],
+        UNSCALED=-math.log2(of.decays["SCALE"]),
+    )
+
+
+def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
+    """Returns what `Chunks.pairs` does, of a delta rule in `triton_channel_calls.py`."""
+    x, (B, N, chunks), square = of.x, of.shape, of.squares()
+    weights, a = triton_launch(
+        channel_pairs_hopper_kernel,
+        tiled(x.q),
+        tiled(x.k),
+        tiled(sums, gluon_channel_parts.SUMS),
+        sums,
+        of.beta,
+        first,
+        of.layout.runs,
+        out_shape=(square, jax.ShapeDtypeStruct(square.shape, jnp.float32)),
+        grid=(min(2 * MULTIPROCESSORS, B * chunks * N),),
+        num_warps=WARPS,
+        max_registers=REGISTERS,
+        B=B,
+        N=N,
+        KQ=x.q.shape[2],
+        KK=x.k.shape[2],
+        CHUNKS=chunks,
+        SCALE=of.decays["SCALE"],
+    )
+    scratch = jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32)
+    grid = (B * chunks * N,)
+    solve, _ = triton_launch(
+        channel_solve_kernel, a, out_shape=(square, scratch), grid=grid, num_warps=4, BLOCK_C=CHUNK
+    )
+    return weights, solve

@@ -32,6 +32,7 @@ FORGETS_CHANNEL = -60.0
 # The widest sum of log decays whose two halves both have exponentials that bfloat16 holds, times queries and keys of 1e7.
 REACH = 140.0
 KEPT = delta.KEPT[:2]  # what a forward of a delta rule keeps
+MOST_SCALE = 256.0  # of queries, and the inverse of the least, so that keys times it fit float16
 WIDTH = 64  # channels of a tile with decays: several programs of a multiprocessor hide each other's loads
 
 
@@ -164,13 +165,14 @@ class Chunks(NamedTuple):
         }
 
     def gradients(
-        self, sums: Any, whole: Any, first: Any, of_states: Any, of_written: Any = (None, None)
+        self, sums: Any, whole: Any, first: Any, of_states: Any, of_written: Any = (None, None), hopper: bool = False
     ) -> dict[str, Any]:
         """Returns the gradients of q, k, a, and, None for what is None, of beta and the bonus.
 
         Args:
           sums, whole, first: of `decays_of_tokens`.
           of_states, of_written: what `states` and `written` return, without what is of values.
+          hopper: whether Hopper's kernel computes them, which must have the call: see `gluon_delta_calls.fits`.
         """
         x, N, valid = self.x, self.sizes["N"], self.layout.valid
         # Of delta rules there are more products for each load; before Hopper their operands lie in registers.
@@ -185,30 +187,35 @@ class Chunks(NamedTuple):
         def of(y: jax.Array) -> Any:
             return self.tokens(y.dtype if y.shape[2] == N else jnp.float32)
 
-        dq, dk, da, *rest = self.launch(
-            channel_gradients_kernel,
-            x.q,
-            x.k,
-            self.bonus,
-            self.beta,
-            sums,
-            whole,
-            first,
-            self.layout.runs,
-            self.layout.table,
-            *of_states,
-            *of_written,
-            out_shape=(of(x.q), of(x.k), self.tokens(x.a.dtype), *extra.values()),
-            num_warps=num_warps,
-            num_stages=1,
-            blocks=blocks,
-            KQ=x.q.shape[2],
-            KK=x.k.shape[2],
-            PRECISION=precisions(x.q.dtype)[1],
-            WIDTH=self.decays["BLOCK_H"],
-            **self.decays | {"BLOCK_H": width},
-            **unused,
-        )
+        shapes = (of(x.q), of(x.k), self.tokens(x.a.dtype), *extra.values())
+        if hopper:
+            results = gluon.channel_gradients(self, sums, whole, first, of_states, of_written, shapes)
+        else:
+            results = self.launch(
+                channel_gradients_kernel,
+                x.q,
+                x.k,
+                self.bonus,
+                self.beta,
+                sums,
+                whole,
+                first,
+                self.layout.runs,
+                self.layout.table,
+                *of_states,
+                *of_written,
+                out_shape=shapes,
+                num_warps=num_warps,
+                num_stages=1,
+                blocks=blocks,
+                KQ=x.q.shape[2],
+                KK=x.k.shape[2],
+                PRECISION=precisions(x.q.dtype)[1],
+                WIDTH=self.decays["BLOCK_H"],
+                **self.decays | {"BLOCK_H": width},
+                **unused,
+            )
+        dq, dk, da, *rest = results
         d: dict[str, Any] = dict(zip(extra, rest, strict=True))
         bonus = None
         if self.bonus is not None:
@@ -269,6 +276,8 @@ class DeltaLaunches(delta.Launches):
     def __init__(self, x: delta.Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         super().__init__(x, num_states, scale, cfg, work)
         self.decays_of = chunks_of(x, self.beta, None, self, scale, cfg)
+        # Hopper's kernel of gradients divides rates by the scale, and has its logarithm.
+        self.in_one = self.in_one and 1 / MOST_SCALE <= scale <= MOST_SCALE
 
     def log_decay(self) -> None:
         return None
@@ -276,6 +285,8 @@ class DeltaLaunches(delta.Launches):
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Returns (what outputs read of writes, the inverses); sets what walks read and write."""
         sums, first = self.decay_tokens()
+        if self.in_one:
+            return gluon.channel_pairs(self.decays_of, sums, first)
         weights, solve = self.decays_of.pairs(sums, first)
         return weights, solve
 
@@ -298,7 +309,7 @@ class DeltaLaunches(delta.Launches):
         else:
             of_states = self.decays_of.states(written, d_out, states, of_end["d_states"])
             *of_written, of_values, dv = self.decays_of.written(self.x.v, written, of_end["du"], states)
-        d = self.decays_of.gradients(*self.decays, of_states, of_written)
+        d = self.decays_of.gradients(*self.decays, of_states, of_written, self.in_one)
         return d | {"v": dv, "beta": d["beta"] + self.layout.of_tokens(of_values)}
 
 

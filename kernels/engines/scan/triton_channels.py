@@ -177,6 +177,19 @@ def channel_pairs_kernel(
 
 
 @triton.jit
+def channel_solve_kernel(
+    a_ptr,  # [B, N, CHUNKS, C, C] float32
+    solve_ptr,  # [B, N, CHUNKS, C, C]: what `triton_inverse.inverse` returns
+    scratch_ptr,  # [B, N, CHUNKS, C, 16] float32
+    BLOCK_C: tl.constexpr,
+):
+    index = tl.program_id(0)
+    A = tl.load(square_at(a_ptr, index, BLOCK_C))
+    solve = inverse(A, scratch_ptr + index.to(tl.int64) * (BLOCK_C * 16), BLOCK_C)
+    tl.store(square_at(solve_ptr, index, BLOCK_C), solve.to(solve_ptr.dtype.element_ty))
+
+
+@triton.jit
 def channel_states_kernel(
     v_ptr,  # [B, T, KV, Hv]: what is written
     runs_ptr,

@@ -176,14 +176,14 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
 
 def _tiles(call, cfg):
     """Returns tiles with what is worth while in a backward: what the forward keeps; both walks at once where that was timed, of
-    decays of heads whose programs leave half of each multiprocessor empty; one kernel of gradients where Hopper has it."""
-    if _per_channel(call):
-        return cfg
-    # Of wide programs too: of twice as many narrow ones, both were timed where they leave room.
-    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // min(delta_tiles.NARROW, cfg.block_v or 1))
-    few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
+    decays of heads whose programs leave half of each multiprocessor empty; Hopper's own kernels where it has them."""
     d, whole = call.dims, call.num_states == 1 and cfg.chunk == gluon.CHUNK and call.dims["T"] % gluon.CHUNK == 0
     in_one = whole and d["H"] == d["Hv"] == gluon.WIDTH and call.dtype != "float32"
+    if _per_channel(call):
+        return replace(cfg, in_one=in_one)
+    # Of wide programs too: of twice as many narrow ones, both were timed where they leave room.
+    programs = d["B"] * d["N"] * -(-d["Hv"] // min(delta_tiles.NARROW, cfg.block_v or 1))
+    few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
     return replace(cfg, keeps=True, at_once=few, in_one=in_one)
 
 

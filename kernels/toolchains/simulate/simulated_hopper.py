@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 from jax_triton import triton_lib
-from triton.experimental.gluon import language as gl
+
+from kernels.toolchains.simulate.offsets import offsets
 
 here = threading.local()  # the current thread's program and partition
 KERNEL = "__interpreted__"  # marks the globals of a kernel's functions
@@ -108,19 +109,6 @@ def poison(dtype: np.dtype) -> Any:
     return np.iinfo(dtype).max - 1 if dtype.kind in "iu" else np.nan
 
 
-def _offsets(shape: Sequence[int], layout: Any) -> np.ndarray:
-    """Returns the offset of each entry of a tile in its memory. Swizzled TMA tiles are stored as consecutive panels of
-    128 bytes of columns; dims before those of the layout are consecutive tiles. (The order within 128 bytes is not
-    modelled: it is the same for all readers of a panel.)"""
-    if not isinstance(layout, gl.NVMMASharedLayout) or not layout.swizzle_byte_width:
-        return np.arange(math.prod(shape)).reshape(shape)
-    outer, inner = math.prod(shape[: len(shape) - layout.rank]), shape[len(shape) - layout.rank :]
-    rows, columns = math.prod(inner[:-1]), inner[-1]
-    wide = min(columns, 8 * layout.swizzle_byte_width // layout.element_bitwidth)
-    panels = np.arange(math.prod(shape)).reshape(outer, columns // wide, rows, wide)
-    return panels.swapaxes(1, 2).reshape(shape)
-
-
 class Shared:
     """A tile in shared memory, or barriers; views of it (an index, a slice) share its memory.
 
@@ -142,7 +130,7 @@ class Shared:
             memory = np.array([Barrier() for _ in range(size)], object)
         else:
             memory = np.full(size, poison(np.dtype(dtype)), dtype)
-        return cls(memory, np.zeros(size, bool), _offsets(shape, layout))
+        return cls(memory, np.zeros(size, bool), offsets(shape, layout))
 
     def _some(self, entries: np.ndarray) -> Shared:
         return Shared(self._memory, self._unfenced, entries)
@@ -162,12 +150,16 @@ class Shared:
 
     def reinterpret(self, dtype: Any = None, shape: Sequence[int] | None = None, layout: Any = None) -> Shared:
         memory, entries = self._memory if dtype is None else self._memory.view(dtype), self._entries
+        each = max(
+            1, memory.itemsize // self._memory.itemsize
+        )  # of our entries in one of these, which has the flags of all
+        entries = entries if each == 1 else entries.reshape(-1, each)[:, 0] // each
         if shape is not None:
             first = int(entries.min())
             if math.prod(shape) != entries.size or int(entries.max()) - first != entries.size - 1:
                 raise TypeError(f"a tile {self.dtype}{self.shape} is reinterpreted as {list(shape)}")
-            entries = first + _offsets(shape, layout)
-        return Shared(memory, self._unfenced, entries)
+            entries = first + offsets(shape, layout)
+        return Shared(memory, self._unfenced.reshape(-1, each), entries)
 
     def load(self, layout: Any = None) -> Any:
         return self._memory[self._entries].view(Tensor)
