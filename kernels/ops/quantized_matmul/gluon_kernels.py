@@ -62,6 +62,19 @@ def _fma(x, y, z, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _twice(numbers):
+    """Returns each number of 16 bits twice in a word."""
+    return numbers.to(gl.int32) * 0x10001
+
+
+@gluon.jit
+def _twice_times(numbers, FACTOR: gl.constexpr, zero):
+    """Returns bfloat16 numbers, times one with the bits FACTOR, twice in a word: by the product's instruction alone."""
+    asm: gl.constexpr = "{ .reg .b32 pair; mov.b32 pair, {$1, $1}; fma.rn.bf16x2 $0, pair, $2, $3; }"
+    return gl.inline_asm_elementwise(asm, "=r,h,r,r", [numbers, zero + FACTOR * 0x10001, zero], gl.int32, True, 1)
+
+
+@gluon.jit
 def _bytes(low, high, places):
     """Returns four of the eight bytes of two words: those that the four lowest numbers of 4 bits in `places` tell. With its
     highest bit such a number stands for the highest bit of a byte, eight times."""
@@ -87,26 +100,22 @@ def _nf4(words, zero, PART: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _wide(pairs, scale, bias):
-    """Returns bfloat16 weights of two codes of 8 bits in each word, which bfloat16 has no room for: by way of float32."""
-    # With these leading bits a number is 2 ** 23 plus the code.
-    codes = (pairs | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
-    weights = codes * (scale & -0x10000).to(gl.float32, bitcast=True) + (bias & -0x10000).to(gl.float32, bitcast=True)
-    return weights.to(gl.bfloat16)
-
-
-@gluon.jit
-def _pair(words, scale, bias, zero, PART: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr, dtype: gl.constexpr):
+def _pair(words, scale, of_odd, bias, zero, PART: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr, dtype: gl.constexpr):
     """Returns two weights of each word, in a new last dim: of the codes that begin at bit PART * BITS and 16 bits above, and of
     nf4 of codes 2 PART and 2 PART + 1."""
     SHIFT: gl.constexpr = PART * BITS
-    if MODE == "affine" and (BITS == 4 or dtype == gl.float16):
-        # With these leading bits a number is 128, or in float16 1024, plus the code in its lowest bits.
-        ONE: gl.constexpr = 0x43004300 if dtype == gl.bfloat16 else 0x64006400
-        LESS: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
-        UNIT: gl.constexpr = 0x3F803F80 if dtype == gl.bfloat16 else 0x3C003C00
-        numbers = ((words >> SHIFT) & (zero + (0x000F000F if BITS == 4 else 0x00FF00FF))) | ONE
-        weights = _fma(_fma(numbers, zero + UNIT, zero + LESS, dtype), scale, bias, dtype)
+    if MODE == "affine" and dtype == gl.bfloat16:
+        # Bits of a bfloat16 that are the code's alone are a subnormal number, or the one after those: 2 ** -133 of the code, or
+        # 2 ** -129 of it four bits above.
+        if BITS == 8:
+            codes = (words >> SHIFT) & 0x00FF00FF
+        else:
+            codes = (words >> (SHIFT // 8 * 8)) & (0x00F000F0 if PART % 2 else 0x000F000F)
+        weights = _fma(codes, of_odd if BITS == 4 and PART % 2 else scale, bias, dtype)
+    elif MODE == "affine":
+        # With these leading bits a number is 1024 plus the code in its lowest bits.
+        numbers = ((words >> SHIFT) & (zero + (0x000F000F if BITS == 4 else 0x00FF00FF))) | 0x64006400
+        weights = _fma(_fma(numbers, zero + 0x3C003C00, zero - 0x1BFF1C00, dtype), scale, bias, dtype)
     elif MODE == "nf4":
         weights = _fma(_nf4(words, zero, PART, dtype), scale, zero, dtype)
     elif MODE == "mxfp4":
@@ -121,12 +130,8 @@ def _pair(words, scale, bias, zero, PART: gl.constexpr, MODE: gl.constexpr, BITS
         none = ((without + 0x00010001) & (zero + 0x00800080)) * 0xFF
         numbers = ((words << (8 - SHIFT)) & -0x7FFF8000) | (without << 4) | none
         weights = _fma(_fma(numbers, zero + 0x7B807B80, zero, dtype), scale, zero, dtype)
-    if MODE == "affine" and BITS == 8 and dtype == gl.bfloat16:
-        low = _wide((words >> SHIFT) & 0xFF, scale, bias)
-        return gl.join(low, _wide((words >> (SHIFT + 16)) & 0xFF, scale, bias))
-    else:
-        low = weights.to(gl.uint16).to(dtype, bitcast=True)
-        return gl.join(low, (weights >> 16).to(gl.uint16).to(dtype, bitcast=True))
+    low = weights.to(gl.uint16).to(dtype, bitcast=True)
+    return gl.join(low, (weights >> 16).to(gl.uint16).to(dtype, bitcast=True))
 
 
 @gluon.constexpr_function
@@ -136,17 +141,17 @@ def _layout_of_sums(warps, rows):
 
 
 @gluon.jit
-def _weights(words, scale, bias, zero, MODE: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr,
+def _weights(words, scale, of_odd, bias, zero, MODE: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr,
              dtype: gl.constexpr):  # fmt: skip
     """Returns weights [HALF, D] where tensor cores read them, from words [HALF, D * BITS / 32]."""
     HALF: gl.constexpr = words.shape[0]
     COUNT: gl.constexpr = words.shape[1]
     weights = gl.join(
-        _pair(words, scale, bias, zero, 0, MODE, BITS, dtype), _pair(words, scale, bias, zero, 1, MODE, BITS, dtype)
+        _pair(words, scale, of_odd, bias, zero, 0, MODE, BITS, dtype), _pair(words, scale, of_odd, bias, zero, 1, MODE, BITS, dtype)
     )
     if BITS == 4:
         second = gl.join(
-            _pair(words, scale, bias, zero, 2, MODE, BITS, dtype), _pair(words, scale, bias, zero, 3, MODE, BITS, dtype)
+            _pair(words, scale, of_odd, bias, zero, 2, MODE, BITS, dtype), _pair(words, scale, of_odd, bias, zero, 3, MODE, BITS, dtype)
         )
         # Of part h + 2 j the r-th number is at [.., r, h, j].
         weights = gl.join(weights, second).reshape((HALF, COUNT // 4, 4, 2, 2, 2)).permute(0, 1, 5, 4, 2, 3)
@@ -209,53 +214,54 @@ def _place(M: gl.constexpr, STEPS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: 
 
 
 @gluon.jit
-def _load(x_desc, w_desc, s_desc, b_desc, ring, row, tile, step, stage, BIASES: gl.constexpr, GROUP: gl.constexpr,
-          BLOCK_D: gl.constexpr):  # fmt: skip
-    """Starts the copies of a step: of x, and of words, scales and biases."""
-    w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
-    mbarrier.expect(there.index(stage), x_desc.nbytes_per_cta)
-    tma.async_load(x_desc, [row, step * BLOCK_D], there.index(stage), x_tiles.index(stage))
-    arrived = full.index(stage)
-    BYTES: gl.constexpr = w_desc.nbytes_per_cta + s_desc.nbytes_per_cta * (2 if BIASES else 1)
-    mbarrier.expect(arrived, BYTES)
-    column = tile * w_desc.block_type.shape[1]
-    tma.async_load(w_desc, [step * w_desc.block_type.shape[0], column], arrived, w_tiles.index(stage))
-    tma.async_load(s_desc, [step * BLOCK_D // GROUP, column], arrived, s_tiles.index(stage))
-    if BIASES:
-        tma.async_load(b_desc, [step * BLOCK_D // GROUP, column], arrived, b_tiles.index(stage))
-
-
-@gluon.jit
-def _feed(x_desc, w_desc, s_desc, b_desc, ring, M: gl.constexpr, D: gl.constexpr, BIASES: gl.constexpr, MODE: gl.constexpr,
-          BITS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
-          BLOCK_D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _copy(x_desc, w_desc, s_desc, b_desc, ring, M: gl.constexpr, D: gl.constexpr, BIASES: gl.constexpr, GROUP: gl.constexpr,
+          SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Starts the copies of each step, of x and of words, scales and biases, as soon as their stage is free."""
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
     STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    BYTES: gl.constexpr = w_desc.nbytes_per_cta + s_desc.nbytes_per_cta * (2 if BIASES else 1)
     row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
-    for i in range(gl.minimum(STAGES, end - first)):
-        _load(x_desc, w_desc, s_desc, b_desc, ring, row, tile, first + i, i, BIASES, GROUP, BLOCK_D)
-    layout: gl.constexpr = _layout_of_x(BLOCK_M, BLOCK_D)
-    stage, phase, late, late_phase = 0, 0, 0, 0
+    column = tile * w_desc.block_type.shape[1]
+    stage, phase = 0, 1
     for step in range(first, end):
-        mbarrier.wait(there.index(stage), phase)
-        x_tile = x_tiles.index(stage)
-        x_tile.store(_in_order(x_tile.load(layout), MODE, BITS))
-        fence_async_shared()
-        mbarrier.arrive(full.index(stage))
+        mbarrier.wait(free.index(stage), phase)
+        arrived = full.index(stage)
+        mbarrier.expect(arrived, BYTES)
+        tma.async_load(w_desc, [step * w_desc.block_type.shape[0], column], arrived, w_tiles.index(stage))
+        mbarrier.expect(there.index(stage), x_desc.nbytes_per_cta)
+        tma.async_load(x_desc, [row, step * BLOCK_D], there.index(stage), x_tiles.index(stage))
+        tma.async_load(s_desc, [step * BLOCK_D // GROUP, column], arrived, s_tiles.index(stage))
+        if BIASES:
+            tma.async_load(b_desc, [step * BLOCK_D // GROUP, column], arrived, b_tiles.index(stage))
         stage, phase = after(stage, phase, STAGES)
-        # A stage is filled again when the multiplying warpgroups have another one ahead of them.
-        if step > first:
-            if step - 1 + STAGES < end:
-                mbarrier.wait(free.index(late), late_phase)
-                _load(x_desc, w_desc, s_desc, b_desc, ring, row, tile, step - 1 + STAGES, late, BIASES, GROUP, BLOCK_D)
-            late, late_phase = after(late, late_phase, STAGES)
 
 
 @gluon.constexpr_function
-def _layout_of_x(rows, columns):
+def _layout_of_x(rows, columns, warps):
     """Returns a layout in which a thread has 32 columns, of those that are put in another order, or fewer of few rows."""
-    each = min(32, rows * columns // 128)
-    return gl.BlockedLayout([1, each], [32 * each // columns, columns // each], [4, 1], [1, 0])
+    each = min(32, rows * columns // (32 * warps))
+    return gl.BlockedLayout([1, each], [32 * each // columns, columns // each], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _order(ring, M: gl.constexpr, D: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr, SPLITS: gl.constexpr,
+           BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Puts x into the order of the codes, as soon as it is there."""
+    w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
+    STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
+    # As many rows at once as a thread has registers for.
+    ROWS: gl.constexpr = min(BLOCK_M, 2048 * WARPS // BLOCK_D)
+    layout: gl.constexpr = _layout_of_x(ROWS, BLOCK_D, WARPS)
+    stage, phase = 0, 0
+    for step in range(first, end):
+        mbarrier.wait(there.index(stage), phase)
+        for i in gl.static_range(BLOCK_M // ROWS):
+            rows = x_tiles.index(stage).slice(i * ROWS, ROWS, 0)
+            rows.store(_in_order(rows.load(layout), MODE, BITS))
+        fence_async_shared()
+        mbarrier.arrive(full.index(stage))
+        stage, phase = after(stage, phase, STAGES)
 
 
 @gluon.constexpr_function
@@ -278,20 +284,25 @@ def _half(tiles, stage, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _of_words(tile, WARPS: gl.constexpr, COUNT: gl.constexpr):
-    """Returns the scale of each of COUNT words of a column, twice, from a tile [CHUNKS, HALF]."""
-    CHUNKS: gl.constexpr = tile.shape[0]
-    HALF: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = _layout_of_words(WARPS, HALF, CHUNKS, COUNT // CHUNKS)
+def _numbers(tile, WARPS: gl.constexpr, COUNT: gl.constexpr):
+    """Returns the bits of the scales of a tile [CHUNKS, HALF], transposed."""
+    layout: gl.constexpr = _layout_of_words(WARPS, tile.shape[1], tile.shape[0], COUNT // tile.shape[0])
     scale = tile.permute((1, 0)).load(gl.SliceLayout(2, layout))
     if tile.dtype == gl.uint8:  # the exponent of a bfloat16; 255 is NaN
         scale = scale.to(gl.int32)
-        scale = gl.where(scale == 255, 0x7FC0, scale << 7)
-    else:
-        scale = scale.to(gl.uint16, bitcast=True).to(gl.int32)
-    scale = gl.expand_dims(scale * 0x10001, 2)
-    scale, _ = gl.broadcast(scale, gl.zeros([HALF, CHUNKS, COUNT // CHUNKS], gl.int32, layout))
-    return gl.convert_layout(scale.reshape((HALF, COUNT)), _layout_of_words(WARPS, HALF, COUNT), assert_trivial=True)
+        scale = gl.where(scale == 255, 0x7FC0, scale << 7).to(gl.uint16)
+    return scale.to(gl.uint16, bitcast=True)
+
+
+@gluon.jit
+def _of_words(pairs, WARPS: gl.constexpr, COUNT: gl.constexpr):
+    """Returns the entry of `pairs` [HALF, CHUNKS] for each of COUNT words of a column."""
+    HALF: gl.constexpr = pairs.shape[0]
+    CHUNKS: gl.constexpr = pairs.shape[1]
+    layout: gl.constexpr = _layout_of_words(WARPS, HALF, CHUNKS, COUNT // CHUNKS)
+    pairs = gl.expand_dims(pairs, 2)
+    pairs, _ = gl.broadcast(pairs, gl.zeros([HALF, CHUNKS, COUNT // CHUNKS], gl.int32, layout))
+    return gl.convert_layout(pairs.reshape((HALF, COUNT)), _layout_of_words(WARPS, HALF, COUNT), assert_trivial=True)
 
 
 @gluon.jit
@@ -302,11 +313,18 @@ def _unpacked(ring, stage, zero, WHICH: gl.constexpr, MODE: gl.constexpr, BITS: 
     COUNT: gl.constexpr = w_tiles.shape[1]
     layout: gl.constexpr = _layout_of_words(WARPS, w_tiles.shape[2] // 2, COUNT)
     words = _half(w_tiles, stage, WHICH).permute((1, 0)).load(layout).to(gl.int32, bitcast=True)
-    scale = _of_words(_half(s_tiles, stage, WHICH), WARPS, COUNT)
-    bias = scale
+    scales = _numbers(_half(s_tiles, stage, WHICH), WARPS, COUNT)
+    scale, of_odd, bias = scales, scales, scales
     if BIASES:
-        bias = _of_words(_half(b_tiles, stage, WHICH), WARPS, COUNT)
-    return _weights(words, scale, bias, zero, MODE, BITS, WARPS, BLOCK_M, dtype)
+        bias = _numbers(_half(b_tiles, stage, WHICH), WARPS, COUNT)
+    if BIASES and dtype == gl.bfloat16:
+        # 2 ** -40 of the weights: 2 ** 93 of a scale times 2 ** -133 of a code, or 2 ** 89 times 2 ** -129, and so much of a bias.
+        scale, of_odd = _twice_times(scales, 0x6E00, zero), _twice_times(scales, 0x6C00, zero)
+        bias = _twice_times(bias, 0x2B80, zero)
+    else:
+        scale, of_odd, bias = _twice(scale), _twice(of_odd), _twice(bias)
+    scale, of_odd, bias = _of_words(scale, WARPS, COUNT), _of_words(of_odd, WARPS, COUNT), _of_words(bias, WARPS, COUNT)
+    return _weights(words, scale, of_odd, bias, zero, MODE, BITS, WARPS, BLOCK_M, dtype)
 
 
 @gluon.jit
@@ -347,6 +365,8 @@ def _multiply(out_ptr, ring, dtype: gl.constexpr, M: gl.constexpr, D: gl.constex
         stage, phase = after(stage, phase, STAGES)
     right = warpgroup_mma_wait(0, (right,))
     column = tile * 2 * HALF
+    if BIASES and dtype == gl.bfloat16:
+        left, right = left * 2.0**40, right * 2.0**40
     _store(out_ptr, left, row, column, part, M, F, WARPS, BLOCK_M)
     _store(out_ptr, right, row, column + HALF, part, M, F, WARPS, BLOCK_M)
 
@@ -369,6 +389,7 @@ def unpacked_matmul_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
+    ORDERING: gl.constexpr,  # warps that put x into the order of the codes
     FEEDING: gl.constexpr,  # registers per thread that does not multiply
 ):
     dtype: gl.constexpr = x_desc.dtype
@@ -377,8 +398,9 @@ def unpacked_matmul_kernel(
     gl.warp_specialize(
         [
             (_multiply, (out_ptr, ring, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES)),
-            (_feed, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, MODE, BITS, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
+            (_order, (ring, M, D, MODE, BITS, SPLITS, BLOCK_M, BLOCK_D, STAGES, ORDERING)),
+            (_copy, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
         ],
-        [4],
-        [FEEDING],
+        [ORDERING, 1],
+        [FEEDING, FEEDING],
     )  # fmt: skip

@@ -161,6 +161,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         BLOCK_M=cfg.block_m,
         BLOCK_D=cfg.block_d,
         STAGES=cfg.num_stages,
+        ORDERING=1 if cfg.block_m <= 16 else 2,
         FEEDING=88 if registers >= 128 else 40,
     )
     return parts[:, :M]
