@@ -278,9 +278,16 @@ def _layout_of_words(warps, half, *counts):
 
 
 @gluon.jit
-def _half(tiles, stage, WHICH: gl.constexpr):
+def _half(tiles, stage, WHICH: gl.constexpr, OF_D: gl.constexpr):
+    """Returns half of a stage: of its columns, or of D, of which one scale may be for both halves."""
+    ROWS: gl.constexpr = tiles.shape[1]
     HALF: gl.constexpr = tiles.shape[2] // 2
-    return tiles.index(stage).slice(WHICH * HALF, HALF, 1)
+    if not OF_D:
+        return tiles.index(stage).slice(WHICH * HALF, HALF, 1)
+    elif ROWS > 1:
+        return tiles.index(stage).slice(WHICH * (ROWS // 2), ROWS // 2, 0)
+    else:
+        return tiles.index(stage)
 
 
 @gluon.jit
@@ -306,17 +313,17 @@ def _of_words(pairs, WARPS: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _unpacked(ring, stage, zero, WHICH: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr, BIASES: gl.constexpr,
-              WARPS: gl.constexpr, BLOCK_M: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
-    """Returns the weights of a stage in one half of its columns."""
+def _unpacked(ring, stage, zero, WHICH: gl.constexpr, OF_D: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr,
+              BIASES: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
+    """Returns the weights of half a stage."""
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
-    COUNT: gl.constexpr = w_tiles.shape[1]
-    layout: gl.constexpr = _layout_of_words(WARPS, w_tiles.shape[2] // 2, COUNT)
-    words = _half(w_tiles, stage, WHICH).permute((1, 0)).load(layout).to(gl.int32, bitcast=True)
-    scales = _numbers(_half(s_tiles, stage, WHICH), WARPS, COUNT)
+    tile = _half(w_tiles, stage, WHICH, OF_D).permute((1, 0))
+    COUNT: gl.constexpr = tile.shape[1]
+    words = tile.load(_layout_of_words(WARPS, tile.shape[0], COUNT)).to(gl.int32, bitcast=True)
+    scales = _numbers(_half(s_tiles, stage, WHICH, OF_D), WARPS, COUNT)
     scale, of_odd, bias = scales, scales, scales
     if BIASES:
-        bias = _numbers(_half(b_tiles, stage, WHICH), WARPS, COUNT)
+        bias = _numbers(_half(b_tiles, stage, WHICH, OF_D), WARPS, COUNT)
     if BIASES and dtype == gl.bfloat16:
         # 2 ** -40 of the weights: 2 ** 93 of a scale times 2 ** -133 of a code, or 2 ** 89 times 2 ** -129, and so much of a bias.
         scale, of_odd = _twice_times(scales, 0x6E00, zero), _twice_times(scales, 0x6C00, zero)
@@ -340,35 +347,67 @@ def _store(
 
 
 @gluon.jit
-def _multiply(out_ptr, ring, dtype: gl.constexpr, M: gl.constexpr, D: gl.constexpr, F: gl.constexpr, MODE: gl.constexpr,
-              BITS: gl.constexpr, BIASES: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr,
-              BLOCK_D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _of_x(ring, stage, WHICH: gl.constexpr, OF_D: gl.constexpr):
+    """Returns what half of the weights of a stage are multiplied by, transposed."""
+    w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
+    HALF: gl.constexpr = x_tiles.shape[2] // 2
+    if OF_D:
+        return x_tiles.index(stage).slice(WHICH * HALF, HALF, 1).permute((1, 0))
+    else:
+        return x_tiles.index(stage).permute((1, 0))
+
+
+@gluon.jit
+def _multiply(out_ptr, ring, sums, summed, dtype: gl.constexpr, M: gl.constexpr, D: gl.constexpr, F: gl.constexpr,
+              MODE: gl.constexpr, BITS: gl.constexpr, BIASES: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr,
+              BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TEAM: gl.constexpr,
+              TEAMS: gl.constexpr):  # fmt: skip
+    """Multiplies every TEAMS-th step of a program; the first team adds up what all have."""
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
     STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
     zero = gl.num_programs(1) >> 1  # there is one
-    HALF: gl.constexpr = w_tiles.shape[2] // 2
+    BLOCK_F: gl.constexpr = w_tiles.shape[2]
+    OF_D: gl.constexpr = BLOCK_F < 128
+    HALF: gl.constexpr = BLOCK_F if OF_D else BLOCK_F // 2
+    HALVES: gl.constexpr = BLOCK_F // HALF
     layout: gl.constexpr = _layout_of_sums(WARPS, BLOCK_M)
     left = gl.zeros([HALF, BLOCK_M], gl.float32, layout)
     right = warpgroup_mma_init(gl.zeros([HALF, BLOCK_M], gl.float32, layout))
-    stage, phase = 0, 0
-    for step in range(first, end):
+    stage, phase, last = TEAM, 0, STAGES - TEAMS + TEAM
+    for step in range(first + TEAM, end, TEAMS):
         mbarrier.wait(full.index(stage), phase)
-        x = x_tiles.index(stage).permute((1, 0))
-        weights = _unpacked(ring, stage, zero, 0, MODE, BITS, BIASES, WARPS, BLOCK_M, dtype)
-        left = warpgroup_mma(weights, x, left, is_async=True)
+        weights = _unpacked(ring, stage, zero, 0, OF_D, MODE, BITS, BIASES, WARPS, BLOCK_M, dtype)
+        left = warpgroup_mma(weights, _of_x(ring, stage, 0, OF_D), left, is_async=True)
         right = warpgroup_mma_wait(1, (right,))
-        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=step > first)
-        weights = _unpacked(ring, stage, zero, 1, MODE, BITS, BIASES, WARPS, BLOCK_M, dtype)
-        right = warpgroup_mma(weights, x, right, is_async=True)
+        mbarrier.arrive(free.index(last), pred=step > first + TEAM)
+        weights = _unpacked(ring, stage, zero, 1, OF_D, MODE, BITS, BIASES, WARPS, BLOCK_M, dtype)
+        right = warpgroup_mma(weights, _of_x(ring, stage, 1, OF_D), right, is_async=True)
         left = warpgroup_mma_wait(1, (left,))
-        stage, phase = after(stage, phase, STAGES)
+        last = stage
+        stage, phase = after(stage // TEAMS, phase, STAGES // TEAMS)
+        stage = stage * TEAMS + TEAM
     right = warpgroup_mma_wait(0, (right,))
-    column = tile * 2 * HALF
     if BIASES and dtype == gl.bfloat16:
         left, right = left * 2.0**40, right * 2.0**40
-    _store(out_ptr, left, row, column, part, M, F, WARPS, BLOCK_M)
-    _store(out_ptr, right, row, column + HALF, part, M, F, WARPS, BLOCK_M)
+    if OF_D:
+        left += right
+    if TEAM > 0:
+        sums.index(TEAM * HALVES).store(left)
+        if not OF_D:
+            sums.index(TEAM * HALVES + 1).store(right)
+        mbarrier.arrive(summed)
+    else:
+        if TEAMS > 1:
+            mbarrier.wait(summed, 0)
+            for team in gl.static_range(1, TEAMS):
+                left += sums.index(team * HALVES).load(layout)
+                if not OF_D:
+                    right += sums.index(team * HALVES + 1).load(layout)
+        column = tile * BLOCK_F
+        _store(out_ptr, left, row, column, part, M, F, WARPS, BLOCK_M)
+        if not OF_D:
+            _store(out_ptr, right, row, column + HALF, part, M, F, WARPS, BLOCK_M)
 
 
 @gluon.jit
@@ -390,17 +429,48 @@ def unpacked_matmul_kernel(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     ORDERING: gl.constexpr,  # warps that put x into the order of the codes
+    TEAMS: gl.constexpr,  # groups of WARPS warps that multiply, each every TEAMS-th step
+    MULTIPLYING: gl.constexpr,  # registers per thread of each but the first of them
     FEEDING: gl.constexpr,  # registers per thread that does not multiply
 ):
     dtype: gl.constexpr = x_desc.dtype
     BIASES: gl.constexpr = b_desc is not None
     ring = _make_ring(w_desc, s_desc, dtype, BIASES, BLOCK_M, BLOCK_D, STAGES)
-    gl.warp_specialize(
-        [
-            (_multiply, (out_ptr, ring, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES)),
-            (_order, (ring, M, D, MODE, BITS, SPLITS, BLOCK_M, BLOCK_D, STAGES, ORDERING)),
-            (_copy, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
-        ],
-        [ORDERING, 1],
-        [FEEDING, FEEDING],
-    )  # fmt: skip
+    BLOCK_F: gl.constexpr = w_desc.block_type.shape[1]
+    HALF: gl.constexpr = 64 if BLOCK_F == 64 else BLOCK_F // 2
+    sums = gl.allocate_shared_memory(gl.float32, [(4 if TEAMS == 3 else TEAMS) * (BLOCK_F // HALF), HALF, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(summed, count=max(1, TEAMS - 1))
+    if TEAMS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_ptr, ring, sums, summed, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES, 0, 1)),
+                (_order, (ring, M, D, MODE, BITS, SPLITS, BLOCK_M, BLOCK_D, STAGES, ORDERING)),
+                (_copy, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
+            ],
+            [ORDERING, 1],
+            [FEEDING, FEEDING],
+        )  # fmt: skip
+    elif TEAMS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_ptr, ring, sums, summed, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES, 0, 2)),
+                (_multiply, (out_ptr, ring, sums, summed, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES, 1, 2)),
+                (_order, (ring, M, D, MODE, BITS, SPLITS, BLOCK_M, BLOCK_D, STAGES, ORDERING)),
+                (_copy, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
+            ],
+            [WARPS, ORDERING, 1],
+            [MULTIPLYING, FEEDING, FEEDING],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_ptr, ring, sums, summed, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES, 0, 3)),
+                (_multiply, (out_ptr, ring, sums, summed, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES, 1, 3)),
+                (_multiply, (out_ptr, ring, sums, summed, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES, 2, 3)),
+                (_order, (ring, M, D, MODE, BITS, SPLITS, BLOCK_M, BLOCK_D, STAGES, ORDERING)),
+                (_copy, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
+            ],
+            [WARPS, WARPS, ORDERING, 1],
+            [MULTIPLYING, MULTIPLYING, FEEDING, FEEDING],
+        )  # fmt: skip

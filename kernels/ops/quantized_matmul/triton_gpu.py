@@ -52,7 +52,7 @@ def _reads_in_steps(x, w, scales, biases, mode, bits, group_size, block_d) -> bo
         return False
     dtype = jnp.uint8 if mode.startswith("mx") and x.dtype == jnp.bfloat16 else x.dtype
     alike = scales.dtype == dtype and (biases is None or biases.dtype == dtype)
-    whole = block_d in (64, 128) and (group_size % block_d == 0 or block_d % group_size == 0)
+    whole = block_d in (64, 128, 256) and (group_size % block_d == 0 or block_d % group_size == 0)
     return alike and whole and all(map(_aligned, (x, w, scales, biases)))
 
 
@@ -119,8 +119,8 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     """Returns the parts of x [M, D] times the weights, of the kernel that transposes the product."""
     (M, D), F = x.shape, w.shape[1]
     reads = _reads_in_steps(x, w, scales, biases, mode, bits, group_size, cfg.block_d)
-    tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.num_warps in (4, 8, 16) and cfg.num_stages > 1
-    tiles = tiles and cfg.block_f in (128, 256, 512) and cfg.block_f % (32 * cfg.num_warps) == 0
+    tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.num_warps in (4, 8, 12, 16) and cfg.num_stages > 1
+    tiles = tiles and cfg.block_f in (64, 128, 256, 512)
     if not (reads and tiles):
         fields = ("block_m", "block_f", "block_d", "num_warps", "num_stages")
         raise ValueError(
@@ -135,7 +135,9 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     # Whole tiles of 128 rows are stored: to leave out some, a thread computes more of places than it has registers for.
     rows = M if cfg.block_m < 128 else triton.cdiv(M, cfg.block_m) * cfg.block_m
     out = jax.ShapeDtypeStruct((cfg.splits, rows, F), jnp.float32 if cfg.splits > 1 else x.dtype)
+    warps = min(cfg.num_warps, max(4, cfg.block_f // 32))
     registers = 65536 // (32 * (cfg.num_warps + 4) * cfg.programs) // 8 * 8
+    feeding = 88 if registers >= 128 else 40
     chunks = max(1, cfg.block_d // group_size)
     (parts,) = triton_launch(
         unpacked_matmul_kernel,
@@ -147,7 +149,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         ),
         out_shape=(out,),
         grid=(triton.cdiv(F, cfg.block_f) * cfg.splits * triton.cdiv(M, cfg.block_m),),
-        num_warps=cfg.num_warps,
+        num_warps=warps,
         max_registers=min(255, registers),
         work=Work(2 * M * D * F, nbytes(x, w, scales, biases, out)),
         M=rows,
@@ -157,12 +159,14 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         BITS=bits,
         GROUP=group_size,
         SPLITS=cfg.splits,
-        WARPS=cfg.num_warps,
+        WARPS=warps,
         BLOCK_M=cfg.block_m,
         BLOCK_D=cfg.block_d,
         STAGES=cfg.num_stages,
         ORDERING=1 if cfg.block_m <= 16 else 2,
-        FEEDING=88 if registers >= 128 else 40,
+        TEAMS=cfg.num_warps // warps,
+        MULTIPLYING=min(240, registers + (registers - feeding) * 4 // cfg.num_warps // 8 * 8),
+        FEEDING=feeding,
     )
     return parts[:, :M]
 
@@ -195,6 +199,12 @@ def _splits(programs: int, tiles: int, steps: int, least: int) -> int:
     return 1 << (max(1, min(programs // tiles, steps // least)).bit_length() - 1)
 
 
+def _even_splits(programs: int, tiles: int, steps: int, least: int) -> int:
+    """Returns the parts of D with the fewest steps each, but `least`, of at most so many programs of tiles."""
+    each = triton.cdiv(steps, max(1, min(programs // tiles, steps // least)))
+    return triton.cdiv(steps, each)
+
+
 def _tiles(M: int, D: int, F: int, bits: int, group_size: int) -> QuantizedMatmulConfig:
     """Returns the tiles of the kernel for any GPU."""
     chunk = _chunk(bits, group_size, 2)
@@ -213,7 +223,7 @@ def _turned_tiles(M: int, D: int, F: int, bits: int, block_d: int) -> QuantizedM
     block_m, block_f, programs = max(8, min(128, triton.next_power_of_2(M))), 128 if few else 256, 2 if few else 1
     tiles = triton.cdiv(F, block_f) * triton.cdiv(M, block_m)
     return QuantizedMatmulConfig(
-        block_m, block_f, block_d, splits=_splits(programs * MULTIPROCESSORS, tiles, D // block_d, LEAST_STEPS // 2),
+        block_m, block_f, block_d, splits=_even_splits(programs * MULTIPROCESSORS, tiles, triton.cdiv(D, block_d), LEAST_STEPS // 2),
         chunks=1, num_warps=block_f // 32, num_stages=4 if few and bits == 4 else 5 if M <= 64 else 6, turned=True,
         programs=programs,
     )  # fmt: skip
