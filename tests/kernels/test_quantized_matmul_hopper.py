@@ -52,7 +52,9 @@ def test_the_first_trace_of_its_functions():
 REFUSED = [
     ({"block_d": 32}, {}, "block_d = 32"),
     ({"block_m": 24}, {}, "block_m = 24"),
-    ({"num_warps": 8}, {}, "block_f = 128, block_d = 64, num_warps = 8"),
+    ({"num_warps": 16}, {}, "block_f = 128, block_d = 64, num_warps = 16"),
+    ({"num_warps": 8, "num_stages": 3}, {}, "num_warps = 8, num_stages = 3"),
+    ({"num_warps": 12, "num_stages": 3}, {}, "num_warps = 12, num_stages = 3"),
     ({"num_stages": 1}, {}, "num_stages = 1"),
     ({"num_warps": 3, "block_f": 96}, {}, "block_f = 96, block_d = 64, num_warps = 3"),
     ({"turned": False, "chunks": 3}, {}, "chunks = 3, which must be 1, 2 or 4"),

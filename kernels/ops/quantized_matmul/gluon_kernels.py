@@ -104,18 +104,19 @@ def _pair(words, scale, of_odd, bias, zero, PART: gl.constexpr, MODE: gl.constex
     """Returns two weights of each word, in a new last dim: of the codes that begin at bit PART * BITS and 16 bits above, and of
     nf4 of codes 2 PART and 2 PART + 1."""
     SHIFT: gl.constexpr = PART * BITS
-    if MODE == "affine" and dtype == gl.bfloat16:
-        # Bits of a bfloat16 that are the code's alone are a subnormal number, or the one after those: 2 ** -133 of the code, or
-        # 2 ** -129 of it four bits above.
-        if BITS == 8:
-            codes = (words >> SHIFT) & 0x00FF00FF
+    if MODE == "affine":
+        # Of two codes of 4 bits in a byte one is read where it lies, 16 times as large.
+        ODD: gl.constexpr = BITS == 4 and PART % 2 == 1
+        MASK: gl.constexpr = 0x00FF00FF if BITS == 8 else 0x00F000F0 if ODD else 0x000F000F
+        codes = words >> (SHIFT // 8 * 8) & MASK
+        if dtype == gl.bfloat16:
+            # Subnormal numbers, and those after them: 2 ** -133 of the code, or 2 ** -129.
+            weights = _fma(codes, of_odd if ODD else scale, bias, dtype)
         else:
-            codes = (words >> (SHIFT // 8 * 8)) & (0x00F000F0 if PART % 2 else 0x000F000F)
-        weights = _fma(codes, of_odd if BITS == 4 and PART % 2 else scale, bias, dtype)
-    elif MODE == "affine":
-        # With these leading bits a number is 1024 plus the code in its lowest bits.
-        numbers = ((words >> SHIFT) & (zero + (0x000F000F if BITS == 4 else 0x00FF00FF))) | 0x64006400
-        weights = _fma(_fma(numbers, zero + 0x3C003C00, zero - 0x1BFF1C00, dtype), scale, bias, dtype)
+            # With these leading bits a number is 1024 more.
+            UNIT: gl.constexpr = 0x2C002C00 if ODD else 0x3C003C00
+            LESS: gl.constexpr = 0x2BFF2C00 if ODD else 0x1BFF1C00
+            weights = _fma(_fma(codes | 0x64006400, zero + UNIT, zero - LESS, dtype), scale, bias, dtype)
     elif MODE == "nf4":
         weights = _fma(_nf4(words, zero, PART, dtype), scale, zero, dtype)
     elif MODE == "mxfp4":
@@ -123,13 +124,13 @@ def _pair(words, scale, of_odd, bias, zero, PART: gl.constexpr, MODE: gl.constex
         numbers = ((words << (12 - SHIFT)) & -0x7FFF8000) | (
             (words << (6 - SHIFT) if SHIFT < 6 else words >> (SHIFT - 6)) & 0x01C001C0
         )
-        weights = _fma(_fma(numbers, zero + 0x7E807E80, zero, dtype), scale, zero, dtype)
+        weights = _fma(numbers, scale, zero, dtype)
     elif MODE == "mxfp8":
         # Likewise 2 ** -120 of it. That with all bits set is NaN: one more, and the bit above is.
         without = (words >> SHIFT) & (zero + 0x007F007F)
         none = ((without + 0x00010001) & (zero + 0x00800080)) * 0xFF
         numbers = ((words << (8 - SHIFT)) & -0x7FFF8000) | (without << 4) | none
-        weights = _fma(_fma(numbers, zero + 0x7B807B80, zero, dtype), scale, zero, dtype)
+        weights = _fma(numbers, scale, zero, dtype)
     low = weights.to(gl.uint16).to(dtype, bitcast=True)
     return gl.join(low, (weights >> 16).to(gl.uint16).to(dtype, bitcast=True))
 
@@ -290,6 +291,13 @@ def _half(tiles, stage, WHICH: gl.constexpr, OF_D: gl.constexpr):
         return tiles.index(stage)
 
 
+@gluon.constexpr_function
+def _is_small(mode, dtype):
+    """Returns whether products are 2 ** -60 of what they mean. `_pair` reads codes as bfloat16 numbers that are far too small; what
+    would correct them is a factor of their scale, which then must stay finite."""
+    return dtype == gl.bfloat16 and mode != "nf4"
+
+
 @gluon.jit
 def _numbers(tile, WARPS: gl.constexpr, COUNT: gl.constexpr):
     """Returns the bits of the scales of a tile [CHUNKS, HALF], transposed."""
@@ -315,7 +323,7 @@ def _of_words(pairs, WARPS: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def _unpacked(ring, stage, zero, WHICH: gl.constexpr, OF_D: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr,
               BIASES: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
-    """Returns the weights of half a stage."""
+    """Returns the weights of half a stage, or 2 ** -60 of them: see `_is_small`."""
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
     tile = _half(w_tiles, stage, WHICH, OF_D).permute((1, 0))
     COUNT: gl.constexpr = tile.shape[1]
@@ -324,12 +332,16 @@ def _unpacked(ring, stage, zero, WHICH: gl.constexpr, OF_D: gl.constexpr, MODE: 
     scale, of_odd, bias = scales, scales, scales
     if BIASES:
         bias = _numbers(_half(b_tiles, stage, WHICH, OF_D), WARPS, COUNT)
-    if BIASES and dtype == gl.bfloat16:
-        # 2 ** -40 of the weights: 2 ** 93 of a scale times 2 ** -133 of a code, or 2 ** 89 times 2 ** -129, and so much of a bias.
-        scale, of_odd = _twice_times(scales, 0x6E00, zero), _twice_times(scales, 0x6C00, zero)
-        bias = _twice_times(bias, 0x2B80, zero)
-    else:
+    if not _is_small(MODE, dtype):
         scale, of_odd, bias = _twice(scale), _twice(of_odd), _twice(bias)
+    elif BIASES:
+        # `_pair` reads 2 ** -133 of a code, or 2 ** -129.
+        scale, of_odd = _twice_times(scale, 0x6400, zero), _twice_times(of_odd, 0x6200, zero)
+        bias = _twice_times(bias, 0x2180, zero)
+    else:
+        # `_pair` reads 2 ** -126 of a number, or 2 ** -120.
+        scale = _twice_times(scale, 0x6080 if BITS == 4 else 0x5D80, zero)
+        of_odd, bias = scale, scale
     scale, of_odd, bias = _of_words(scale, WARPS, COUNT), _of_words(of_odd, WARPS, COUNT), _of_words(bias, WARPS, COUNT)
     return _weights(words, scale, of_odd, bias, zero, MODE, BITS, WARPS, BLOCK_M, dtype)
 
@@ -388,8 +400,8 @@ def _multiply(out_ptr, ring, sums, summed, dtype: gl.constexpr, M: gl.constexpr,
         stage, phase = after(stage // TEAMS, phase, STAGES // TEAMS)
         stage = stage * TEAMS + TEAM
     right = warpgroup_mma_wait(0, (right,))
-    if BIASES and dtype == gl.bfloat16:
-        left, right = left * 2.0**40, right * 2.0**40
+    if _is_small(MODE, dtype):
+        left, right = left * 2.0**60, right * 2.0**60
     if OF_D:
         left += right
     if TEAM > 0:

@@ -119,23 +119,26 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     """Returns the parts of x [M, D] times the weights, of the kernel that transposes the product."""
     (M, D), F = x.shape, w.shape[1]
     reads = _reads_in_steps(x, w, scales, biases, mode, bits, group_size, cfg.block_d)
-    tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.num_warps in (4, 8, 12, 16) and cfg.num_stages > 1
-    tiles = tiles and cfg.block_f in (64, 128, 256, 512)
+    warps = min(cfg.num_warps, max(4, cfg.block_f // 32))
+    teams = cfg.num_warps // warps
+    tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.block_f in (64, 128, 256, 512) and warps in (4, 8, 16)
+    tiles = tiles and cfg.num_warps == teams * warps and teams <= 3
+    tiles = tiles and cfg.num_stages % teams == 0 and cfg.num_stages >= 2 * teams
     if not (reads and tiles):
         fields = ("block_m", "block_f", "block_d", "num_warps", "num_stages")
         raise ValueError(
             "quantized_matmul: argument 'cfg' has turned = True with "
             + ", ".join(f"{name} = {getattr(cfg, name)}" for name in fields)
             + f": that needs scales of x's dtype ({x.dtype}) or, of MX formats, x in bfloat16, rows of a multiple of 16 bytes, "
-            "a block_m that is a power of 2 from 8 to 128, 4, 8 or 16 warps, a block_f of 128, 256 or 512 that 32 * num_warps "
-            "divides, a block_d of 64 or 128 that groups divide or that divides them, and two stages; change these, or take "
+            "a block_m that is a power of 2 from 8 to 128, a block_f of 64, 128, 256 or 512, 4, 8 or 16 warps of which each has "
+            "32 columns or more (64 columns: 4 warps), or 2 or 3 times as many, which then share the steps, a block_d of 64, 128 or "
+            "256 that groups divide or that divides them, and for each share of the steps two stages; change these, or take "
             "turned = False"
         )
     of_scales = (EXPONENTS if scales.dtype == jnp.uint8 else SCALES).value
     # Whole tiles of 128 rows are stored: to leave out some, a thread computes more of places than it has registers for.
     rows = M if cfg.block_m < 128 else triton.cdiv(M, cfg.block_m) * cfg.block_m
     out = jax.ShapeDtypeStruct((cfg.splits, rows, F), jnp.float32 if cfg.splits > 1 else x.dtype)
-    warps = min(cfg.num_warps, max(4, cfg.block_f // 32))
     registers = 65536 // (32 * (cfg.num_warps + 4) * cfg.programs) // 8 * 8
     feeding = 88 if registers >= 128 else 40
     chunks = max(1, cfg.block_d // group_size)
@@ -164,7 +167,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         BLOCK_D=cfg.block_d,
         STAGES=cfg.num_stages,
         ORDERING=1 if cfg.block_m <= 16 else 2,
-        TEAMS=cfg.num_warps // warps,
+        TEAMS=teams,
         MULTIPLYING=min(240, registers + (registers - feeding) * 4 // cfg.num_warps // 8 * 8),
         FEEDING=feeding,
     )
