@@ -205,13 +205,18 @@ def _make_ring(w_desc, s_desc, dtype: gl.constexpr, BIASES: gl.constexpr, BLOCK_
 
 @gluon.jit
 def _place(M: gl.constexpr, STEPS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Returns a program's row of x, its tile of columns, its part of D, and the first step of that and its end."""
+    """Returns a program's row of x, its tile of columns, its part of D, and the first step of that and their number."""
     ROWS: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    EACH: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    EACH: gl.constexpr = STEPS // SPLITS
+    REST: gl.constexpr = STEPS % SPLITS
     program = gl.program_id(0)
     part = program // ROWS % SPLITS
-    first = part * EACH
-    return program % ROWS * BLOCK_M, program // (ROWS * SPLITS), part, first, gl.minimum(first + EACH, STEPS)
+    # So that the compiler knows where there is a step: before a loop that may have none it orders products one by one.
+    count = EACH
+    if REST > 0:
+        count += (part < REST).to(gl.int32)
+    first = part * EACH + gl.minimum(part, REST)
+    return program % ROWS * BLOCK_M, program // (ROWS * SPLITS), part, first, count
 
 
 @gluon.jit
@@ -221,10 +226,10 @@ def _copy(x_desc, w_desc, s_desc, b_desc, ring, M: gl.constexpr, D: gl.constexpr
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
     STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     BYTES: gl.constexpr = w_desc.nbytes_per_cta + s_desc.nbytes_per_cta * (2 if BIASES else 1)
-    row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
+    row, tile, part, first, count = _place(M, STEPS, SPLITS, BLOCK_M)
     column = tile * w_desc.block_type.shape[1]
     stage, phase = 0, 1
-    for step in range(first, end):
+    for step in range(first, first + count):
         mbarrier.wait(free.index(stage), phase)
         arrived = full.index(stage)
         mbarrier.expect(arrived, BYTES)
@@ -250,12 +255,12 @@ def _order(ring, M: gl.constexpr, D: gl.constexpr, MODE: gl.constexpr, BITS: gl.
     """Puts x into the order of the codes, as soon as it is there."""
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
     STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
+    row, tile, part, first, count = _place(M, STEPS, SPLITS, BLOCK_M)
     # As many rows at once as a thread has registers for.
     ROWS: gl.constexpr = min(BLOCK_M, 2048 * WARPS // BLOCK_D)
     layout: gl.constexpr = _layout_of_x(ROWS, BLOCK_D, WARPS)
     stage, phase = 0, 0
-    for step in range(first, end):
+    for _ in range(count):
         mbarrier.wait(there.index(stage), phase)
         for i in gl.static_range(BLOCK_M // ROWS):
             rows = x_tiles.index(stage).slice(i * ROWS, ROWS, 0)
@@ -377,7 +382,7 @@ def _multiply(out_ptr, ring, sums, summed, dtype: gl.constexpr, M: gl.constexpr,
     """Multiplies every TEAMS-th step of a program; the first team adds up what all have."""
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
     STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
+    row, tile, part, first, count = _place(M, STEPS, SPLITS, BLOCK_M)
     zero = gl.num_programs(1) >> 1  # there is one
     BLOCK_F: gl.constexpr = w_tiles.shape[2]
     OF_D: gl.constexpr = BLOCK_F < 128
@@ -387,12 +392,12 @@ def _multiply(out_ptr, ring, sums, summed, dtype: gl.constexpr, M: gl.constexpr,
     left = gl.zeros([HALF, BLOCK_M], gl.float32, layout)
     right = warpgroup_mma_init(gl.zeros([HALF, BLOCK_M], gl.float32, layout))
     stage, phase, last = TEAM, 0, STAGES - TEAMS + TEAM
-    for step in range(first + TEAM, end, TEAMS):
+    for step in range(TEAM, count, TEAMS):
         mbarrier.wait(full.index(stage), phase)
         weights = _unpacked(ring, stage, zero, 0, OF_D, MODE, BITS, BIASES, WARPS, BLOCK_M, dtype)
         left = warpgroup_mma(weights, _of_x(ring, stage, 0, OF_D), left, is_async=True)
         right = warpgroup_mma_wait(1, (right,))
-        mbarrier.arrive(free.index(last), pred=step > first + TEAM)
+        mbarrier.arrive(free.index(last), pred=step > TEAM)
         weights = _unpacked(ring, stage, zero, 1, OF_D, MODE, BITS, BIASES, WARPS, BLOCK_M, dtype)
         right = warpgroup_mma(weights, _of_x(ring, stage, 1, OF_D), right, is_async=True)
         left = warpgroup_mma_wait(1, (left,))
