@@ -19,7 +19,7 @@ from kernels.engines.matmul.triton_unpacked import table_of, unpacked
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op
-from kernels.ops.quantized_matmul.gluon_kernels import EXPONENTS, SCALES, WORDS, unpacked_matmul_kernel
+from kernels.ops.quantized_matmul.gluon_kernels import EXPONENTS, SCALES, WORDS, Product, unpacked_matmul_kernel
 from kernels.ops.quantized_matmul.triton_kernels import quantized_matmul_kernel
 from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
@@ -155,19 +155,22 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         num_warps=warps,
         max_registers=min(255, registers),
         work=Work(2 * M * D * F, nbytes(x, w, scales, biases, out)),
-        M=rows,
-        D=D,
-        F=F,
-        MODE=mode,
-        BITS=bits,
-        GROUP=group_size,
-        SPLITS=cfg.splits,
-        WARPS=warps,
-        BLOCK_M=cfg.block_m,
-        BLOCK_D=cfg.block_d,
-        STAGES=cfg.num_stages,
-        ORDERING=1 if cfg.block_m <= 16 else 2,
-        TEAMS=teams,
+        P=Product(
+            M=rows,
+            D=D,
+            F=F,
+            MODE=mode,
+            BITS=bits,
+            GROUP=group_size,
+            SPLITS=cfg.splits,
+            WARPS=warps,
+            TEAMS=teams,
+            ORDERING=1 if cfg.block_m <= 16 else 2,
+            BLOCK_M=cfg.block_m,
+            BLOCK_F=cfg.block_f,
+            BLOCK_D=cfg.block_d,
+            STAGES=cfg.num_stages,
+        ),
         MULTIPLYING=min(240, registers + (registers - feeding) * 4 // cfg.num_warps // 8 * 8),
         FEEDING=feeding,
     )
