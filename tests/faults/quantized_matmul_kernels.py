@@ -74,14 +74,14 @@ FAULTS = (
     ),
     Fault(
         "quantized matmul on Hopper: a scale that is no number is infinite",
-        "quantized_matmul/gluon_kernels:_of_words",
+        "quantized_matmul/gluon_kernels:_numbers",
         "gl.where($scale == 255, 0x7FC0, $scale << 7)",
         "$scale << 7",
         f"{HOPPER} -k no_number",
     ),
     Fault(
         "quantized matmul on Hopper: x is multiplied before a fence",
-        "quantized_matmul/gluon_kernels:_feed",
+        "quantized_matmul/gluon_kernels:_order",
         "fence_async_shared()",
         "pass",
         f"{HOPPER} -k numbers",
@@ -89,8 +89,16 @@ FAULTS = (
     Fault(
         "quantized matmul on Hopper: a stage is free while it is multiplied",
         "quantized_matmul/gluon_kernels:_multiply",
-        "mbarrier.arrive($free.index(gl.where($stage == 0, STAGES - 1, $stage - 1)), pred=$step > $first)",
-        "mbarrier.arrive($free.index($stage))",
+        """
+$left = warpgroup_mma($weights, _half_of_x($x_tiles, $stage, 0, P), $left, is_async=True)
+$right = warpgroup_mma_wait(1, ($right,))
+mbarrier.arrive($free.index($last), pred=$step > TEAM)
+""",
+        """
+$left = warpgroup_mma($weights, _half_of_x($x_tiles, $stage, 0, P), $left, is_async=True)
+$right = warpgroup_mma_wait(1, ($right,))
+mbarrier.arrive($free.index($stage))
+""",
         f"{HOPPER} -k numbers",
     ),
     Fault(
@@ -103,9 +111,37 @@ FAULTS = (
     Fault(
         "quantized matmul on Hopper: a program with one stage waits for itself",
         "quantized_matmul/triton_gpu:_turned",
-        "$cfg.num_stages > 1",
-        "$cfg.num_stages > 0",
+        "$cfg.num_stages >= 2 * $teams",
+        "$cfg.num_stages >= $teams",
         f"{HOPPER} -k does_not_fit",
+    ),
+    Fault(
+        "quantized matmul on Hopper: codes in the upper half of a byte have the scale of those in the lower",
+        "quantized_matmul/gluon_kernels:_pair",
+        "$of_odd if ODD else $scale",
+        "$scale",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: biases are not as small as scales",
+        "quantized_matmul/gluon_kernels:_unpacked",
+        "_twice_times($bias, 0x2180, $zero)",
+        "_twice($bias)",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: sums of the second team are left out",
+        "quantized_matmul/gluon_kernels:_multiply",
+        "gl.static_range(1, TEAMS)",
+        "gl.static_range(2, TEAMS)",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: a part of D begins where a longer one before it would not have ended",
+        "quantized_matmul/gluon_kernels:_place",
+        "$part * EACH + gl.minimum($part, REST)",
+        "$part * EACH",
+        f"{HOPPER} -k numbers",
     ),
     Fault(
         "quantized matmul on TPUs: the end of a code in the next word is not read",

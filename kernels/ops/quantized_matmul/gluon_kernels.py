@@ -147,8 +147,8 @@ def _nf4(words, zero, PART: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def _is_small(mode, dtype):
-    """Returns whether weights, and sums, are 2 ** -60 of what they mean. `_pair` reads codes as bfloat16 numbers that are far too
-    small; a factor of the scale corrects that, but for so much, that scales stay finite."""
+    """Returns whether weights, and sums, are 2 ** -60 of what they mean. `_pair` reads codes as bfloat16 numbers that are far
+    too small; a factor of the scale corrects that, but for so much, so that scales stay finite."""
     return dtype == gl.bfloat16 and mode != "nf4"
 
 

@@ -130,9 +130,9 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
             "quantized_matmul: argument 'cfg' has turned = True with "
             + ", ".join(f"{name} = {getattr(cfg, name)}" for name in fields)
             + f": that needs scales of x's dtype ({x.dtype}) or, of MX formats, x in bfloat16, rows of a multiple of 16 bytes, "
-            "a block_m that is a power of 2 from 8 to 128, a block_f of 64, 128, 256 or 512, 4, 8 or 16 warps of which each has "
-            "32 columns or more (64 columns: 4 warps), or 2 or 3 times as many, which then share the steps, a block_d of 64, 128 or "
-            "256 that groups divide or that divides them, and for each share of the steps two stages; change these, or take "
+            "a block_m that is a power of 2 from 8 to 128, a block_f of 64, 128, 256 or 512, 4, 8 or 16 warps that have 32 "
+            "columns each or more (of 64 columns, 16), or 2 or 3 times as many, which share the steps, a block_d of 64, 128 or "
+            "256 that groups divide or that divides them, and two stages for each of those that share; change these, or take "
             "turned = False"
         )
     of_scales = (EXPONENTS if scales.dtype == jnp.uint8 else SCALES).value
@@ -228,10 +228,10 @@ def _turned_tiles(M: int, D: int, F: int, bits: int, block_d: int) -> QuantizedM
     few = M <= 16
     block_m, block_f, programs = max(8, min(128, triton.next_power_of_2(M))), 128 if few else 256, 2 if few else 1
     tiles = triton.cdiv(F, block_f) * triton.cdiv(M, block_m)
+    splits = _even_splits(programs * MULTIPROCESSORS, tiles, triton.cdiv(D, block_d), LEAST_STEPS // 2)
     return QuantizedMatmulConfig(
-        block_m, block_f, block_d, splits=_even_splits(programs * MULTIPROCESSORS, tiles, triton.cdiv(D, block_d), LEAST_STEPS // 2),
-        chunks=1, num_warps=block_f // 32, num_stages=4 if few and bits == 4 else 5 if M <= 64 else 6, turned=True,
-        programs=programs,
+        block_m, block_f, block_d, splits=splits, chunks=1, num_warps=block_f // 32,
+        num_stages=4 if few and bits == 4 else 5 if M <= 64 else 6, turned=True, programs=programs,
     )  # fmt: skip
 
 
