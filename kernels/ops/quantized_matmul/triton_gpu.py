@@ -19,7 +19,8 @@ from kernels.engines.matmul.triton_unpacked import table_of, unpacked
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op
-from kernels.ops.quantized_matmul.gluon_kernels import EXPONENTS, SCALES, WORDS, Product, unpacked_matmul_kernel
+from kernels.ops.quantized_matmul.gluon_kernels import EXPONENTS, SCALES, WORDS, unpacked_matmul_kernel
+from kernels.ops.quantized_matmul.gluon_weights import Product
 from kernels.ops.quantized_matmul.triton_kernels import quantized_matmul_kernel
 from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
@@ -52,7 +53,7 @@ def _reads_in_steps(x, w, scales, biases, mode, bits, group_size, block_d) -> bo
         return False
     dtype = jnp.uint8 if mode.startswith("mx") and x.dtype == jnp.bfloat16 else x.dtype
     alike = scales.dtype == dtype and (biases is None or biases.dtype == dtype)
-    whole = block_d in (64, 128, 256) and (group_size % block_d == 0 or block_d % group_size == 0)
+    whole = block_d in (64, 128) and (group_size % block_d == 0 or block_d % group_size == 0)
     return alike and whole and all(map(_aligned, (x, w, scales, biases)))
 
 
@@ -119,21 +120,17 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     """Returns the parts of x [M, D] times the weights, of the kernel that transposes the product."""
     (M, D), F = x.shape, w.shape[1]
     reads = _reads_in_steps(x, w, scales, biases, mode, bits, group_size, cfg.block_d)
-    warps = min(cfg.num_warps, max(4, cfg.block_f // 32))
-    teams = cfg.num_warps // warps
-    tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.block_f in (64, 128, 256, 512) and warps in (4, 8, 16)
-    tiles = tiles and cfg.num_warps == teams * warps and teams <= 3
-    tiles = tiles and cfg.num_stages % teams == 0 and cfg.num_stages >= 2 * teams
+    tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.num_warps in (4, 8, 16) and cfg.num_stages > 1
+    tiles = tiles and cfg.block_f in (128, 256, 512) and cfg.block_f % (32 * cfg.num_warps) == 0
     if not (reads and tiles):
         fields = ("block_m", "block_f", "block_d", "num_warps", "num_stages")
         raise ValueError(
             "quantized_matmul: argument 'cfg' has turned = True with "
             + ", ".join(f"{name} = {getattr(cfg, name)}" for name in fields)
             + f": that needs scales of x's dtype ({x.dtype}) or, of MX formats, x in bfloat16, rows of a multiple of 16 bytes, "
-            "a block_m that is a power of 2 from 8 to 128, a block_f of 64, 128, 256 or 512, 4, 8 or 16 warps that have 32 "
-            "columns each or more (of 64 columns, 16), or 2 or 3 times as many, which share the steps, a block_d of 64, 128 or "
-            "256 that groups divide or that divides them, and two stages for each of those that share; change these, or take "
-            "turned = False"
+            "a block_m that is a power of 2 from 8 to 128, 4, 8 or 16 warps, a block_f of 128, 256 or 512 that 32 * num_warps "
+            "divides, a block_d of 64 or 128 that groups divide or that divides them, and "
+            "two stages; change these, or take turned = False"
         )
     of_scales = (EXPONENTS if scales.dtype == jnp.uint8 else SCALES).value
     # Whole tiles of 128 rows are stored: to leave out some, a thread computes more of places than it has registers for.
@@ -152,7 +149,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         ),
         out_shape=(out,),
         grid=(triton.cdiv(F, cfg.block_f) * cfg.splits * triton.cdiv(M, cfg.block_m),),
-        num_warps=warps,
+        num_warps=cfg.num_warps,
         max_registers=min(255, registers),
         work=Work(2 * M * D * F, nbytes(x, w, scales, biases, out)),
         P=Product(
@@ -163,15 +160,13 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
             BITS=bits,
             GROUP=group_size,
             SPLITS=cfg.splits,
-            WARPS=warps,
-            TEAMS=teams,
+            WARPS=cfg.num_warps,
             ORDERING=1 if cfg.block_m <= 16 else 2,
             BLOCK_M=cfg.block_m,
             BLOCK_F=cfg.block_f,
             BLOCK_D=cfg.block_d,
             STAGES=cfg.num_stages,
         ),
-        MULTIPLYING=min(240, registers + (registers - feeding) * 4 // cfg.num_warps // 8 * 8),
         FEEDING=feeding,
     )
     return parts[:, :M]
