@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Fault(
         "quantized matmul on Hopper: x is in the order of words",
-        "_in_order",
+        "quantized_matmul/gluon_weights:in_order",
         "$x.reshape((M, D // 32, 4, 2, 2, 2)).permute(0, 1, 4, 5, 2, 3)",
         "$x.reshape((M, D // 32, 4, 2, 2, 2))",
         f"{HOPPER} -k numbers",
@@ -61,27 +61,27 @@ FAULTS = (
     Fault(
         "quantized matmul on Hopper: both halves are the first",
         "quantized_matmul/gluon_kernels:_multiply",
-        "_unpacked($ring, $stage, $zero, 1, $$rest)",
-        "_unpacked($ring, $stage, $zero, 0, $$rest)",
+        "unpacked($ring, $stage, $zero, 1, $$rest)",
+        "unpacked($ring, $stage, $zero, 0, $$rest)",
         f"{HOPPER} -k numbers",
     ),
     Fault(
         "quantized matmul on Hopper: the second code of a word that is no number is one",
-        "quantized_matmul/gluon_kernels:_pair",
+        "quantized_matmul/gluon_weights:_pair",
         "$without + 0x00010001",
         "$without + 0x00000001",
         f"{HOPPER} -k no_number",
     ),
     Fault(
         "quantized matmul on Hopper: a scale that is no number is infinite",
-        "quantized_matmul/gluon_kernels:_of_words",
+        "quantized_matmul/gluon_weights:_numbers",
         "gl.where($scale == 255, 0x7FC0, $scale << 7)",
         "$scale << 7",
         f"{HOPPER} -k no_number",
     ),
     Fault(
         "quantized matmul on Hopper: x is multiplied before a fence",
-        "quantized_matmul/gluon_kernels:_feed",
+        "quantized_matmul/gluon_kernels:_order",
         "fence_async_shared()",
         "pass",
         f"{HOPPER} -k numbers",
@@ -89,8 +89,18 @@ FAULTS = (
     Fault(
         "quantized matmul on Hopper: a stage is free while it is multiplied",
         "quantized_matmul/gluon_kernels:_multiply",
-        "mbarrier.arrive($free.index(gl.where($stage == 0, STAGES - 1, $stage - 1)), pred=$step > $first)",
-        "mbarrier.arrive($free.index($stage))",
+        """
+$left = warpgroup_mma($weights, $x, $left, is_async=True)
+$right = warpgroup_mma_wait(1, ($right,))
+mbarrier.arrive($free.index($last), pred=$step > 0)
+$weights = unpacked($ring, $stage, $$rest)
+""",
+        """
+$left = warpgroup_mma($weights, $x, $left, is_async=True)
+$right = warpgroup_mma_wait(1, ($right,))
+mbarrier.arrive($free.index($stage))
+$weights = unpacked($ring, $stage, $$rest)
+""",
         f"{HOPPER} -k numbers",
     ),
     Fault(
@@ -106,6 +116,27 @@ FAULTS = (
         "$cfg.num_stages > 1",
         "$cfg.num_stages > 0",
         f"{HOPPER} -k does_not_fit",
+    ),
+    Fault(
+        "quantized matmul on Hopper: codes in the upper half of a byte have the scale of those in the lower",
+        "quantized_matmul/gluon_weights:_pair",
+        "$of_odd if ODD else $scale",
+        "$scale",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: biases are not as small as scales",
+        "quantized_matmul/gluon_weights:unpacked",
+        "_twice_times($bias, 0x2180, $zero)",
+        "_twice($bias)",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: a part of D begins where a longer one before it would not have ended",
+        "quantized_matmul/gluon_kernels:_place",
+        "$part * EACH + gl.minimum($part, REST)",
+        "$part * EACH",
+        f"{HOPPER} -k numbers",
     ),
     Fault(
         "quantized matmul on TPUs: the end of a code in the next word is not read",

@@ -11,7 +11,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from kernels import quantized_matmul
 from kernels.framework.interpret import interpret
-from kernels.ops.quantized_matmul import gluon_kernels, op, triton_gpu
+from kernels.ops.quantized_matmul import gluon_kernels, gluon_weights, op, triton_gpu
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig
 
 QUICK = {0, 6, 8, 9, 10}  # each format and number of bits
@@ -41,9 +41,20 @@ def test_the_code_of_e4m3_that_is_no_number(code, monkeypatch):
     assert got[0, [1, 2, 3]].astype(np.float32).tolist() == [-448.0 if code > 128 else 448.0, 2.0**-9, 0.0]
 
 
+@pytest.mark.parametrize(("mode", "power"), [("affine", 50), ("affine", -55), ("mxfp4", 40)])
+def test_the_bits_of_a_product_do_not_depend_on_how_large_its_weights_are(mode, power, monkeypatch):
+    x, w, *scales = arrays_of(mode, 4, 64 if mode == "affine" else 32, "bfloat16", 5, 128, 16)
+    scales = [s for s in scales if s is not None]
+    larger = [s + power if s.dtype == jnp.uint8 else s * jnp.asarray(2.0**power, s.dtype) for s in scales]
+    with interpreted(monkeypatch, op, triton_gpu):
+        few, many = (quantized_matmul(x, w, *s, mode=mode, bits=4, platform="triton") for s in (scales, larger))
+    np.testing.assert_array_equal(np.asarray(few, np.float32) * 2.0**power, np.asarray(many, np.float32))
+
+
 def test_the_first_trace_of_its_functions():
     """A function of NumPy in one of them fails the first trace of a process, and no later one."""
-    functions = [f for f in vars(gluon_kernels).values() if isinstance(f, GluonJITFunction)]
+    found = vars(gluon_kernels) | vars(gluon_weights)
+    functions = [f for f in found.values() if isinstance(f, GluonJITFunction)]
     assert len(functions) > 10
     for function in functions:
         assert GluonJITFunction(function.fn).cache_key

@@ -2,9 +2,9 @@
 cores read weights.
 
 A program multiplies a tile of columns of the weights by a tile of rows of x, over a part of D. It computes the transposed
-product, weights^T times x^T: then the weights are the operand that may lie in registers. Its warps unpack one half of the
-columns while the tensor cores multiply the other. Four more warps feed them: words and scales by TMA, and x in the order of the
-codes in the registers of a warp.
+product, weights^T times x^T: then the weights are the operand that may lie in registers. Its warps unpack one half of their
+columns while the tensor cores multiply the other. A few more warps feed them, as far ahead as there are stages: one starts the
+copies by TMA, and one or two put x into the order of the codes in the registers of a warp.
 """
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
@@ -12,10 +12,6 @@ codes in the registers of a warp.
 
 from __future__ import annotations
 
-from typing import Any
-
-import ml_dtypes
-import numpy as np
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.engines.matmul.formats import NF4
+from kernels.ops.quantized_matmul.gluon_weights import in_order, is_small, layout_of_sums, unpacked
 from kernels.toolchains.gluon import SWIZZLED, after
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -35,320 +31,127 @@ SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 16, 2))
 EXPONENTS = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 
 
-def _nf4_words(dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the low bytes of the numbers of nf4, by code, four in each int32, and their high bytes."""
-    numbers = np.asarray(NF4, np.float32).astype(dtype).view(np.uint8).reshape(16, 2)
-    low, high = (np.ascontiguousarray(numbers[:, i]).view(np.int32).tolist() for i in (0, 1))
-    return tuple(low), tuple(high)
-
-
-NF4_BFLOAT16 = gl.constexpr(_nf4_words(ml_dtypes.bfloat16))
-NF4_FLOAT16 = gl.constexpr(_nf4_words(np.float16))
-
-
-# -- weights from codes ---------------------------------------------------------------------------------------------------
-#
-# Codes are unpacked two at a time, as two 16-bit numbers of a word. `zero` is 0, which the compiler does not know: it would
-# load anew each constant that an instruction cannot hold.
-
-
 @gluon.jit
-def _fma(x, y, z, dtype: gl.constexpr):
-    """Returns x * y + z, of two numbers in each word."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.int32, True, 1)
-    else:
-        return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], gl.int32, True, 1)
-
-
-@gluon.jit
-def _bytes(low, high, places):
-    """Returns four of the eight bytes of two words: those that the four lowest numbers of 4 bits in `places` tell. With its
-    highest bit such a number stands for the highest bit of a byte, eight times."""
-    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, places], gl.int32, True, 1)
-
-
-@gluon.jit
-def _nf4_bytes(words, codes, highest, zero, BYTE: gl.constexpr, dtype: gl.constexpr):
-    """Returns one byte of the numbers of four codes; `highest` has the bits of bytes set whose code is 8 or more."""
-    TABLE: gl.constexpr = NF4_BFLOAT16 if dtype == gl.bfloat16 else NF4_FLOAT16
-    few = _bytes(zero + TABLE[BYTE][0], zero + TABLE[BYTE][1], codes)
-    more = _bytes(zero + TABLE[BYTE][2], zero + TABLE[BYTE][3], codes)
-    return (few & ~highest) | (more & highest)
-
-
-@gluon.jit
-def _nf4(words, zero, PART: gl.constexpr, dtype: gl.constexpr):
-    """Returns the numbers of codes 2 PART and 2 PART + 1."""
-    codes = (words & 0x77777777) >> (16 if PART >= 2 else 0)
-    highest = _bytes(words << 4, words, zero + (0xFBEA if PART >= 2 else 0xD9C8))
-    low, high = _nf4_bytes(words, codes, highest, zero, 0, dtype), _nf4_bytes(words, codes, highest, zero, 1, dtype)
-    return _bytes(low, high, zero + (0x7362 if PART % 2 else 0x5140))
-
-
-@gluon.jit
-def _wide(pairs, scale, bias):
-    """Returns bfloat16 weights of two codes of 8 bits in each word, which bfloat16 has no room for: by way of float32."""
-    # With these leading bits a number is 2 ** 23 plus the code.
-    codes = (pairs | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
-    weights = codes * (scale & -0x10000).to(gl.float32, bitcast=True) + (bias & -0x10000).to(gl.float32, bitcast=True)
-    return weights.to(gl.bfloat16)
-
-
-@gluon.jit
-def _pair(words, scale, bias, zero, PART: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr, dtype: gl.constexpr):
-    """Returns two weights of each word, in a new last dim: of the codes that begin at bit PART * BITS and 16 bits above, and of
-    nf4 of codes 2 PART and 2 PART + 1."""
-    SHIFT: gl.constexpr = PART * BITS
-    if MODE == "affine" and (BITS == 4 or dtype == gl.float16):
-        # With these leading bits a number is 128, or in float16 1024, plus the code in its lowest bits.
-        ONE: gl.constexpr = 0x43004300 if dtype == gl.bfloat16 else 0x64006400
-        LESS: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
-        UNIT: gl.constexpr = 0x3F803F80 if dtype == gl.bfloat16 else 0x3C003C00
-        numbers = ((words >> SHIFT) & (zero + (0x000F000F if BITS == 4 else 0x00FF00FF))) | ONE
-        weights = _fma(_fma(numbers, zero + UNIT, zero + LESS, dtype), scale, bias, dtype)
-    elif MODE == "nf4":
-        weights = _fma(_nf4(words, zero, PART, dtype), scale, zero, dtype)
-    elif MODE == "mxfp4":
-        # Exponent and mantissa in those of a bfloat16: 2 ** -126 of the number.
-        numbers = ((words << (12 - SHIFT)) & -0x7FFF8000) | (
-            (words << (6 - SHIFT) if SHIFT < 6 else words >> (SHIFT - 6)) & 0x01C001C0
-        )
-        weights = _fma(_fma(numbers, zero + 0x7E807E80, zero, dtype), scale, zero, dtype)
-    elif MODE == "mxfp8":
-        # Likewise 2 ** -120 of it. That with all bits set is NaN: one more, and the bit above is.
-        without = (words >> SHIFT) & (zero + 0x007F007F)
-        none = ((without + 0x00010001) & (zero + 0x00800080)) * 0xFF
-        numbers = ((words << (8 - SHIFT)) & -0x7FFF8000) | (without << 4) | none
-        weights = _fma(_fma(numbers, zero + 0x7B807B80, zero, dtype), scale, zero, dtype)
-    if MODE == "affine" and BITS == 8 and dtype == gl.bfloat16:
-        low = _wide((words >> SHIFT) & 0xFF, scale, bias)
-        return gl.join(low, _wide((words >> (SHIFT + 16)) & 0xFF, scale, bias))
-    else:
-        low = weights.to(gl.uint16).to(dtype, bitcast=True)
-        return gl.join(low, (weights >> 16).to(gl.uint16).to(dtype, bitcast=True))
-
-
-@gluon.constexpr_function
-def _layout_of_sums(warps, rows):
-    """Returns the layout of sums [HALF, rows]: a warp has 16 columns of the weights at a time."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])
-
-
-@gluon.jit
-def _weights(words, scale, bias, zero, MODE: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr,
-             dtype: gl.constexpr):  # fmt: skip
-    """Returns weights [HALF, D] where tensor cores read them, from words [HALF, D * BITS / 32]."""
-    HALF: gl.constexpr = words.shape[0]
-    COUNT: gl.constexpr = words.shape[1]
-    weights = gl.join(
-        _pair(words, scale, bias, zero, 0, MODE, BITS, dtype), _pair(words, scale, bias, zero, 1, MODE, BITS, dtype)
-    )
-    if BITS == 4:
-        second = gl.join(
-            _pair(words, scale, bias, zero, 2, MODE, BITS, dtype), _pair(words, scale, bias, zero, 3, MODE, BITS, dtype)
-        )
-        # Of part h + 2 j the r-th number is at [.., r, h, j].
-        weights = gl.join(weights, second).reshape((HALF, COUNT // 4, 4, 2, 2, 2)).permute(0, 1, 5, 4, 2, 3)
-    else:
-        weights = weights.reshape((HALF, COUNT // 4, 4, 2, 2)).permute(0, 1, 4, 2, 3)
-    sums: gl.constexpr = _layout_of_sums(WARPS, BLOCK_M)
-    return gl.convert_layout(
-        weights.reshape((HALF, COUNT * (32 // BITS))), gl.DotOperandLayout(0, sums, 2), assert_trivial=True
-    )
-
-
-@gluon.jit
-def _in_order(x, MODE: gl.constexpr, BITS: gl.constexpr):
-    """Returns x [M, D] with its columns in the order of the weights of `_weights`."""
-    M: gl.constexpr = x.shape[0]
-    D: gl.constexpr = x.shape[1]
-    if BITS == 8:  # code h + 2 r of word t of four
-        x = x.reshape((M, D // 16, 4, 2, 2)).permute(0, 1, 4, 2, 3)
-    elif MODE == "nf4":  # code r + 2 h + 4 j
-        x = x.reshape((M, D // 32, 4, 2, 2, 2)).permute(0, 1, 3, 4, 2, 5)
-    else:  # code h + 2 j + 4 r
-        x = x.reshape((M, D // 32, 4, 2, 2, 2)).permute(0, 1, 4, 5, 2, 3)
-    return x.reshape((M, D))
-
-
-# -- the kernel ----------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _make_ring(w_desc, s_desc, dtype: gl.constexpr, BIASES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-               STAGES: gl.constexpr):  # fmt: skip
+def _make_ring(w_desc, s_desc, P: gl.constexpr, dtype: gl.constexpr):
+    """Allocates tiles of words, scales, biases and x, and barriers: x has been copied; a stage is full; it is free."""
     COUNT: gl.constexpr = w_desc.block_type.shape[0]
     CHUNKS: gl.constexpr = s_desc.block_type.shape[0]
-    BLOCK_F: gl.constexpr = w_desc.block_type.shape[1]
-    w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, COUNT, BLOCK_F], w_desc.layout)
-    s_tiles = gl.allocate_shared_memory(s_desc.dtype, [STAGES, CHUNKS, BLOCK_F], s_desc.layout)
+    w_tiles = gl.allocate_shared_memory(w_desc.dtype, [P.STAGES, COUNT, P.BLOCK_F], w_desc.layout)
+    s_tiles = gl.allocate_shared_memory(s_desc.dtype, [P.STAGES, CHUNKS, P.BLOCK_F], s_desc.layout)
     b_tiles = s_tiles
-    if BIASES:
-        b_tiles = gl.allocate_shared_memory(s_desc.dtype, [STAGES, CHUNKS, BLOCK_F], s_desc.layout)
-    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], SWIZZLED)
-    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if P.MODE == "affine":
+        b_tiles = gl.allocate_shared_memory(s_desc.dtype, [P.STAGES, CHUNKS, P.BLOCK_F], s_desc.layout)
+    x_tiles = gl.allocate_shared_memory(dtype, [P.STAGES, P.BLOCK_M, P.BLOCK_D], SWIZZLED)
+    there = gl.allocate_shared_memory(gl.int64, [P.STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [P.STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [P.STAGES, 1], mbarrier.MBarrierLayout())
+    STAGES: gl.constexpr = P.STAGES
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
-        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(full.index(i), count=2)  # words have been copied; x is in order
         mbarrier.init(free.index(i), count=1)
     return w_tiles, s_tiles, b_tiles, x_tiles, there, full, free
 
 
 @gluon.jit
-def _place(M: gl.constexpr, STEPS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Returns a program's row of x, its tile of columns, its part of D, and the first step of that and its end."""
-    ROWS: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    EACH: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+def _place(P: gl.constexpr):
+    """Returns a program's row of x, its tile of columns, its part of D, and the first step of that and their number."""
+    ROWS: gl.constexpr = (P.M + P.BLOCK_M - 1) // P.BLOCK_M
+    EACH: gl.constexpr = P.STEPS // P.SPLITS
+    REST: gl.constexpr = P.STEPS % P.SPLITS
     program = gl.program_id(0)
-    part = program // ROWS % SPLITS
-    first = part * EACH
-    return program % ROWS * BLOCK_M, program // (ROWS * SPLITS), part, first, gl.minimum(first + EACH, STEPS)
+    part = program // ROWS % P.SPLITS
+    # In this form the compiler knows that there is a step: after a loop that may have none it lets no products overlap.
+    count = EACH
+    if REST > 0:
+        count += (part < REST).to(gl.int32)
+    first = part * EACH + gl.minimum(part, REST)
+    return program % ROWS * P.BLOCK_M, program // (ROWS * P.SPLITS), part, first, count
 
 
 @gluon.jit
-def _load(x_desc, w_desc, s_desc, b_desc, ring, row, tile, step, stage, BIASES: gl.constexpr, GROUP: gl.constexpr,
-          BLOCK_D: gl.constexpr):  # fmt: skip
-    """Starts the copies of a step: of x, and of words, scales and biases."""
+def _copy(x_desc, w_desc, s_desc, b_desc, ring, P: gl.constexpr):
+    """Starts the copies of each step, of x and of words, scales and biases, as soon as its stage is free."""
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
-    mbarrier.expect(there.index(stage), x_desc.nbytes_per_cta)
-    tma.async_load(x_desc, [row, step * BLOCK_D], there.index(stage), x_tiles.index(stage))
-    arrived = full.index(stage)
-    BYTES: gl.constexpr = w_desc.nbytes_per_cta + s_desc.nbytes_per_cta * (2 if BIASES else 1)
-    mbarrier.expect(arrived, BYTES)
-    column = tile * w_desc.block_type.shape[1]
-    tma.async_load(w_desc, [step * w_desc.block_type.shape[0], column], arrived, w_tiles.index(stage))
-    tma.async_load(s_desc, [step * BLOCK_D // GROUP, column], arrived, s_tiles.index(stage))
-    if BIASES:
-        tma.async_load(b_desc, [step * BLOCK_D // GROUP, column], arrived, b_tiles.index(stage))
+    BYTES: gl.constexpr = w_desc.nbytes_per_cta + s_desc.nbytes_per_cta * (2 if P.MODE == "affine" else 1)
+    row, tile, part, first, count = _place(P)
+    column = tile * P.BLOCK_F
+    stage, phase = 0, 1
+    for step in range(first, first + count):
+        mbarrier.wait(free.index(stage), phase)
+        arrived = full.index(stage)
+        mbarrier.expect(arrived, BYTES)
+        tma.async_load(w_desc, [step * w_desc.block_type.shape[0], column], arrived, w_tiles.index(stage))
+        mbarrier.expect(there.index(stage), x_desc.nbytes_per_cta)
+        tma.async_load(x_desc, [row, step * P.BLOCK_D], there.index(stage), x_tiles.index(stage))
+        tma.async_load(s_desc, [step * P.BLOCK_D // P.GROUP, column], arrived, s_tiles.index(stage))
+        if P.MODE == "affine":
+            tma.async_load(b_desc, [step * P.BLOCK_D // P.GROUP, column], arrived, b_tiles.index(stage))
+        stage, phase = after(stage, phase, P.STAGES)
+
+
+@gluon.constexpr_function
+def _layout_of_x(rows, P):
+    """Returns a layout in which a thread has 32 columns, of those that are put in another order, or fewer of few rows."""
+    each = min(32, rows * P.BLOCK_D // (32 * P.ORDERING))
+    return gl.BlockedLayout([1, each], [32 * each // P.BLOCK_D, P.BLOCK_D // each], [P.ORDERING, 1], [1, 0])
 
 
 @gluon.jit
-def _feed(x_desc, w_desc, s_desc, b_desc, ring, M: gl.constexpr, D: gl.constexpr, BIASES: gl.constexpr, MODE: gl.constexpr,
-          BITS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
-          BLOCK_D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _order(ring, P: gl.constexpr):
+    """Puts x into the order of the codes, as soon as it is there."""
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
-    STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
-    for i in range(gl.minimum(STAGES, end - first)):
-        _load(x_desc, w_desc, s_desc, b_desc, ring, row, tile, first + i, i, BIASES, GROUP, BLOCK_D)
-    layout: gl.constexpr = _layout_of_x(BLOCK_M, BLOCK_D)
-    stage, phase, late, late_phase = 0, 0, 0, 0
-    for step in range(first, end):
+    row, tile, part, first, count = _place(P)
+    # As many rows at once as a thread has registers for.
+    ROWS: gl.constexpr = min(P.BLOCK_M, 2048 * P.ORDERING // P.BLOCK_D)
+    layout: gl.constexpr = _layout_of_x(ROWS, P)
+    stage, phase = 0, 0
+    for _ in range(count):
         mbarrier.wait(there.index(stage), phase)
-        x_tile = x_tiles.index(stage)
-        x_tile.store(_in_order(x_tile.load(layout), MODE, BITS))
+        for i in gl.static_range(P.BLOCK_M // ROWS):
+            rows = x_tiles.index(stage).slice(i * ROWS, ROWS, 0)
+            rows.store(in_order(rows.load(layout), P))
         fence_async_shared()
         mbarrier.arrive(full.index(stage))
-        stage, phase = after(stage, phase, STAGES)
-        # A stage is filled again when the multiplying warpgroups have another one ahead of them.
-        if step > first:
-            if step - 1 + STAGES < end:
-                mbarrier.wait(free.index(late), late_phase)
-                _load(x_desc, w_desc, s_desc, b_desc, ring, row, tile, step - 1 + STAGES, late, BIASES, GROUP, BLOCK_D)
-            late, late_phase = after(late, late_phase, STAGES)
-
-
-@gluon.constexpr_function
-def _layout_of_x(rows, columns):
-    """Returns a layout in which a thread has 32 columns, of those that are put in another order, or fewer of few rows."""
-    each = min(32, rows * columns // 128)
-    return gl.BlockedLayout([1, each], [32 * each // columns, columns // each], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _layout_of_words(warps, half, *counts):
-    """Returns the layout of words [half, *counts]: each of four threads has every fourth word of a column, as it has every
-    fourth pair of weights in an operand of the tensor cores."""
-    places = []  # of the words of a column, beginning with the last dim
-    for dim, count in reversed([*enumerate(counts, 1)]):
-        places += [[0] * dim + [1 << i] + [0] * (len(counts) - dim) for i in range(count.bit_length() - 1)]
-    columns = [[1 << i] + [0] * len(counts) for i in range(half.bit_length() - 1)]
-    past = 4 + warps.bit_length() - 1
-    registers, lanes = [columns[3], *places[2:], *columns[past:]], [*places[:2], *columns[:3]]
-    return gl.DistributedLinearLayout(registers, lanes, columns[4:past], [], [half, *counts])
+        stage, phase = after(stage, phase, P.STAGES)
 
 
 @gluon.jit
-def _half(tiles, stage, WHICH: gl.constexpr):
-    HALF: gl.constexpr = tiles.shape[2] // 2
-    return tiles.index(stage).slice(WHICH * HALF, HALF, 1)
+def _store(out_ptr, acc, row, column, part, P: gl.constexpr):
+    layout: gl.constexpr = layout_of_sums(P)
+    columns = column + gl.arange(0, P.COLUMNS, gl.SliceLayout(1, layout))
+    rows = row + gl.arange(0, P.BLOCK_M, gl.SliceLayout(0, layout))
+    out = out_ptr + (part * P.M + rows)[None, :] * P.F + columns[:, None]
+    gl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(columns < P.F)[:, None] & (rows < P.M)[None, :])
 
 
 @gluon.jit
-def _of_words(tile, WARPS: gl.constexpr, COUNT: gl.constexpr):
-    """Returns the scale of each of COUNT words of a column, twice, from a tile [CHUNKS, HALF]."""
-    CHUNKS: gl.constexpr = tile.shape[0]
-    HALF: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = _layout_of_words(WARPS, HALF, CHUNKS, COUNT // CHUNKS)
-    scale = tile.permute((1, 0)).load(gl.SliceLayout(2, layout))
-    if tile.dtype == gl.uint8:  # the exponent of a bfloat16; 255 is NaN
-        scale = scale.to(gl.int32)
-        scale = gl.where(scale == 255, 0x7FC0, scale << 7)
-    else:
-        scale = scale.to(gl.uint16, bitcast=True).to(gl.int32)
-    scale = gl.expand_dims(scale * 0x10001, 2)
-    scale, _ = gl.broadcast(scale, gl.zeros([HALF, CHUNKS, COUNT // CHUNKS], gl.int32, layout))
-    return gl.convert_layout(scale.reshape((HALF, COUNT)), _layout_of_words(WARPS, HALF, COUNT), assert_trivial=True)
-
-
-@gluon.jit
-def _unpacked(ring, stage, zero, WHICH: gl.constexpr, MODE: gl.constexpr, BITS: gl.constexpr, BIASES: gl.constexpr,
-              WARPS: gl.constexpr, BLOCK_M: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
-    """Returns the weights of a stage in one half of its columns."""
+def _multiply(out_ptr, ring, P: gl.constexpr, dtype: gl.constexpr):
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
-    COUNT: gl.constexpr = w_tiles.shape[1]
-    layout: gl.constexpr = _layout_of_words(WARPS, w_tiles.shape[2] // 2, COUNT)
-    words = _half(w_tiles, stage, WHICH).permute((1, 0)).load(layout).to(gl.int32, bitcast=True)
-    scale = _of_words(_half(s_tiles, stage, WHICH), WARPS, COUNT)
-    bias = scale
-    if BIASES:
-        bias = _of_words(_half(b_tiles, stage, WHICH), WARPS, COUNT)
-    return _weights(words, scale, bias, zero, MODE, BITS, WARPS, BLOCK_M, dtype)
-
-
-@gluon.jit
-def _store(
-    out_ptr, acc, row, column, part, M: gl.constexpr, F: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr
-):
-    HALF: gl.constexpr = acc.shape[0]
-    layout: gl.constexpr = _layout_of_sums(WARPS, BLOCK_M)
-    columns = column + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-    out = out_ptr + (part * M + rows)[None, :] * F + columns[:, None]
-    gl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(columns < F)[:, None] & (rows < M)[None, :])
-
-
-@gluon.jit
-def _multiply(out_ptr, ring, dtype: gl.constexpr, M: gl.constexpr, D: gl.constexpr, F: gl.constexpr, MODE: gl.constexpr,
-              BITS: gl.constexpr, BIASES: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr,
-              BLOCK_D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
-    STEPS: gl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    row, tile, part, first, end = _place(M, STEPS, SPLITS, BLOCK_M)
+    row, tile, part, first, count = _place(P)
     zero = gl.num_programs(1) >> 1  # there is one
-    HALF: gl.constexpr = w_tiles.shape[2] // 2
-    layout: gl.constexpr = _layout_of_sums(WARPS, BLOCK_M)
-    left = gl.zeros([HALF, BLOCK_M], gl.float32, layout)
-    right = warpgroup_mma_init(gl.zeros([HALF, BLOCK_M], gl.float32, layout))
-    stage, phase = 0, 0
-    for step in range(first, end):
+    layout: gl.constexpr = layout_of_sums(P)
+    left = gl.zeros([P.COLUMNS, P.BLOCK_M], gl.float32, layout)
+    right = warpgroup_mma_init(gl.zeros([P.COLUMNS, P.BLOCK_M], gl.float32, layout))
+    stage, phase, last = 0, 0, 0
+    for step in range(count):
         mbarrier.wait(full.index(stage), phase)
         x = x_tiles.index(stage).permute((1, 0))
-        weights = _unpacked(ring, stage, zero, 0, MODE, BITS, BIASES, WARPS, BLOCK_M, dtype)
+        weights = unpacked(ring, stage, zero, 0, P, dtype)
         left = warpgroup_mma(weights, x, left, is_async=True)
         right = warpgroup_mma_wait(1, (right,))
-        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=step > first)
-        weights = _unpacked(ring, stage, zero, 1, MODE, BITS, BIASES, WARPS, BLOCK_M, dtype)
+        mbarrier.arrive(free.index(last), pred=step > 0)
+        weights = unpacked(ring, stage, zero, 1, P, dtype)
         right = warpgroup_mma(weights, x, right, is_async=True)
         left = warpgroup_mma_wait(1, (left,))
-        stage, phase = after(stage, phase, STAGES)
+        last = stage
+        stage, phase = after(stage, phase, P.STAGES)
     right = warpgroup_mma_wait(0, (right,))
-    column = tile * 2 * HALF
-    _store(out_ptr, left, row, column, part, M, F, WARPS, BLOCK_M)
-    _store(out_ptr, right, row, column + HALF, part, M, F, WARPS, BLOCK_M)
+    if is_small(P.MODE, dtype):
+        left, right = left * 2.0**60, right * 2.0**60
+    column = tile * P.BLOCK_F
+    _store(out_ptr, left, row, column, part, P)
+    _store(out_ptr, right, row, column + P.COLUMNS, part, P)
 
 
 @gluon.jit
@@ -358,27 +161,17 @@ def unpacked_matmul_kernel(
     s_desc,  # [D / GROUP, F] in blocks of BLOCK_D / GROUP rows, or 1
     b_desc,  # likewise, or None
     out_ptr,  # [SPLITS, M, F]
-    M: gl.constexpr,
-    D: gl.constexpr,
-    F: gl.constexpr,
-    MODE: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUP: gl.constexpr,
-    SPLITS: gl.constexpr,
-    WARPS: gl.constexpr,  # that multiply
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
+    P: gl.constexpr,  # `Product`
     FEEDING: gl.constexpr,  # registers per thread that does not multiply
 ):
     dtype: gl.constexpr = x_desc.dtype
-    BIASES: gl.constexpr = b_desc is not None
-    ring = _make_ring(w_desc, s_desc, dtype, BIASES, BLOCK_M, BLOCK_D, STAGES)
+    ring = _make_ring(w_desc, s_desc, P, dtype)
     gl.warp_specialize(
         [
-            (_multiply, (out_ptr, ring, dtype, M, D, F, MODE, BITS, BIASES, SPLITS, WARPS, BLOCK_M, BLOCK_D, STAGES)),
-            (_feed, (x_desc, w_desc, s_desc, b_desc, ring, M, D, BIASES, MODE, BITS, GROUP, SPLITS, BLOCK_M, BLOCK_D, STAGES)),
+            (_multiply, (out_ptr, ring, P, dtype)),
+            (_order, (ring, P)),
+            (_copy, (x_desc, w_desc, s_desc, b_desc, ring, P)),
         ],
-        [4],
-        [FEEDING],
-    )  # fmt: skip
+        [P.ORDERING, 1],
+        [FEEDING, FEEDING],
+    )

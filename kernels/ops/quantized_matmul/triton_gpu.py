@@ -20,6 +20,7 @@ from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op
 from kernels.ops.quantized_matmul.gluon_kernels import EXPONENTS, SCALES, WORDS, unpacked_matmul_kernel
+from kernels.ops.quantized_matmul.gluon_weights import Product
 from kernels.ops.quantized_matmul.triton_kernels import quantized_matmul_kernel
 from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
@@ -128,14 +129,15 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
             + ", ".join(f"{name} = {getattr(cfg, name)}" for name in fields)
             + f": that needs scales of x's dtype ({x.dtype}) or, of MX formats, x in bfloat16, rows of a multiple of 16 bytes, "
             "a block_m that is a power of 2 from 8 to 128, 4, 8 or 16 warps, a block_f of 128, 256 or 512 that 32 * num_warps "
-            "divides, a block_d of 64 or 128 that groups divide or that divides them, and two stages; change these, or take "
-            "turned = False"
+            "divides, a block_d of 64 or 128 that groups divide or that divides them, and "
+            "two stages; change these, or take turned = False"
         )
     of_scales = (EXPONENTS if scales.dtype == jnp.uint8 else SCALES).value
     # Whole tiles of 128 rows are stored: to leave out some, a thread computes more of places than it has registers for.
     rows = M if cfg.block_m < 128 else triton.cdiv(M, cfg.block_m) * cfg.block_m
     out = jax.ShapeDtypeStruct((cfg.splits, rows, F), jnp.float32 if cfg.splits > 1 else x.dtype)
     registers = 65536 // (32 * (cfg.num_warps + 4) * cfg.programs) // 8 * 8
+    feeding = 88 if registers >= 128 else 40
     chunks = max(1, cfg.block_d // group_size)
     (parts,) = triton_launch(
         unpacked_matmul_kernel,
@@ -150,18 +152,22 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         num_warps=cfg.num_warps,
         max_registers=min(255, registers),
         work=Work(2 * M * D * F, nbytes(x, w, scales, biases, out)),
-        M=rows,
-        D=D,
-        F=F,
-        MODE=mode,
-        BITS=bits,
-        GROUP=group_size,
-        SPLITS=cfg.splits,
-        WARPS=cfg.num_warps,
-        BLOCK_M=cfg.block_m,
-        BLOCK_D=cfg.block_d,
-        STAGES=cfg.num_stages,
-        FEEDING=88 if registers >= 128 else 40,
+        P=Product(
+            M=rows,
+            D=D,
+            F=F,
+            MODE=mode,
+            BITS=bits,
+            GROUP=group_size,
+            SPLITS=cfg.splits,
+            WARPS=cfg.num_warps,
+            ORDERING=1 if cfg.block_m <= 16 else 2,
+            BLOCK_M=cfg.block_m,
+            BLOCK_F=cfg.block_f,
+            BLOCK_D=cfg.block_d,
+            STAGES=cfg.num_stages,
+        ),
+        FEEDING=feeding,
     )
     return parts[:, :M]
 
@@ -194,6 +200,12 @@ def _splits(programs: int, tiles: int, steps: int, least: int) -> int:
     return 1 << (max(1, min(programs // tiles, steps // least)).bit_length() - 1)
 
 
+def _even_splits(programs: int, tiles: int, steps: int, least: int) -> int:
+    """Returns the parts of D with the fewest steps each, but `least`, of at most so many programs of tiles."""
+    each = triton.cdiv(steps, max(1, min(programs // tiles, steps // least)))
+    return triton.cdiv(steps, each)
+
+
 def _tiles(M: int, D: int, F: int, bits: int, group_size: int) -> QuantizedMatmulConfig:
     """Returns the tiles of the kernel for any GPU."""
     chunk = _chunk(bits, group_size, 2)
@@ -211,10 +223,10 @@ def _turned_tiles(M: int, D: int, F: int, bits: int, block_d: int) -> QuantizedM
     few = M <= 16
     block_m, block_f, programs = max(8, min(128, triton.next_power_of_2(M))), 128 if few else 256, 2 if few else 1
     tiles = triton.cdiv(F, block_f) * triton.cdiv(M, block_m)
+    splits = _even_splits(programs * MULTIPROCESSORS, tiles, triton.cdiv(D, block_d), LEAST_STEPS // 2)
     return QuantizedMatmulConfig(
-        block_m, block_f, block_d, splits=_splits(programs * MULTIPROCESSORS, tiles, D // block_d, LEAST_STEPS // 2),
-        chunks=1, num_warps=block_f // 32, num_stages=4 if few and bits == 4 else 5 if M <= 64 else 6, turned=True,
-        programs=programs,
+        block_m, block_f, block_d, splits=splits, chunks=1, num_warps=block_f // 32,
+        num_stages=4 if few and bits == 4 else 5 if M <= 64 else 6, turned=True, programs=programs,
     )  # fmt: skip
 
 

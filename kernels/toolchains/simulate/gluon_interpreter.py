@@ -119,6 +119,10 @@ def _fma_of_pairs(dtype: Any) -> Callable[..., Any]:
     return fma
 
 
+def _fma_of_numbers_and_pairs(numbers: Any, *pairs: Any) -> Any:
+    return _fma_of_pairs(ml_dtypes.bfloat16)(np.asarray(numbers).astype(np.int32) * 0x10001, *pairs)
+
+
 def _permute_bytes(low: Any, high: Any, places: Any) -> Any:
     low, high, places = (np.asarray(w, np.int32).view(np.uint32) for w in np.broadcast_arrays(low, high, places))
     eight = low.astype(np.uint64) | high.astype(np.uint64) << 32
@@ -155,6 +159,7 @@ _INSTRUCTIONS: dict[str, Any] = {
     "prmt.b32 $0, $1, $2, $3;": _permute_bytes,
     "fma.rn.bf16x2 $0, $1, $2, $3;": _fma_of_pairs(ml_dtypes.bfloat16),
     "fma.rn.f16x2 $0, $1, $2, $3;": _fma_of_pairs(np.float16),
+    "{ .reg .b32 pair; mov.b32 pair, {$1, $1}; fma.rn.bf16x2 $0, pair, $2, $3; }": _fma_of_numbers_and_pairs,
     "tanh.approx.f32 $0, $1;": _tanh_approx,
     "mov.b32 $0, $1;": lambda x: x,
     "{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }": lambda x: x,
