@@ -65,11 +65,11 @@ def arguments_of(name, width):
         x |= {n: rng.standard_normal((B, T, K, H)) for n in "BC"}
     if name == "linear_attention of channels":
         x |= {"gk": decays(rng, H), "bonus": rng.standard_normal((N, H))}
-    elif name == "delta_rule of channels":
+    elif name.startswith("delta_rule of channels"):
         x |= {"g": decays(rng, H)}
     if name == "rwkv7 of 64 channels":
         x |= {n: x[n][..., :64] for n in "rwkab"} | {"initial_state": x["initial_state"][:, :, :, :64]}
-    if name == "delta_rule of whole chunks":  # whose gradients are one kernel on Hopper
+    if name.endswith("whole chunks"):  # for which Hopper has kernels of its own
         x = {n: y[:, : T // 64 * 64] for n, y in x.items()}
     return {n: jnp.asarray(y, jnp.int32 if n == "segment_ids" else jnp.float32) for n, y in x.items()}
 
@@ -101,6 +101,7 @@ def off(name, width, dtype, *cfgs):
 
 SIZES = [("linear_attention", 128), ("state_space_v2", 64), ("delta_rule", 128), ("delta_rule", 64)]
 SIZES += [("linear_attention of channels", 128), ("delta_rule of channels", 128)]
+SIZES += [("delta_rule of channels in whole chunks", 128)]
 SIZES += [("delta_rule of whole chunks", 128), ("rwkv7", 128), ("rwkv7 of 64 channels", 64)]
 
 

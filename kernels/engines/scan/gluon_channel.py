@@ -1,8 +1,7 @@
 """Gluon kernel for Hopper of the products with states and values in the gradients of a delta rule with decays of channels.
 
 Two kernels of `triton_channels.py` in one, which reads what is written and states once: 536 MB of `kimi_linear`, not 737.
-What decays do to these gradients follows in `triton_channel_steps.py`. Roles are as in `gluon_delta.py`, without keys. No GPU
-has run it, so it is off by default and no candidate of the tuner.
+What decays do to these gradients follows in `gluon_channel_gradients.py`. Roles are as in `gluon_delta.py`, without keys.
 """
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
