@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from expert_calls import EP4, PLACES, Where, backward, on_mesh, rows_only, shapes
+from expert_calls import EP4, PLACES, Where, backward, check, on_mesh, rows_only, shapes
 from experts_loop import Layer
 
 import ejdist
-from ejdist.experts import route
+from ejdist.experts import placed, route
 from ejdist.experts.cost import limit_of_ranks, reached
 from ejdist.experts.metrics import rank_tokens
 from ejdist.experts.placed import hosts_of
+from ejdist.experts.rows import plan_of, spread, taken
 
 EP8 = Where({"ep": 8}, "ep", ("ep",))
 
@@ -96,6 +97,35 @@ SLOW = [
     ("ep and sp", "two_level", "fp8_tokens"),
     ("ep", "ragged_all_to_all", "fp8"),
 ]
+
+
+# -- rows on their way out on GPUs -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch):
+    """Takes the branch for GPUs, whose operations then run as they do on this platform."""
+    placed._compiled.cache_clear()
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *a, default, cuda=None, **_: (cuda or default)(*a))
+    yield
+    placed._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_rows_are_written_to_all_their_places(dtype, as_on_gpus):
+    rng = np.random.default_rng(0)
+    order = plan_of(jnp.asarray(rng.integers(-1, 5, (24, 3)), jnp.int32), 4)
+    x = jnp.asarray(8 * rng.standard_normal((24, 32)), dtype)
+    np.testing.assert_array_equal(jax.jit(spread)(x, order.pairs, order.slots), taken(x, order.pairs, 3))
+
+
+def test_a_mesh_has_the_numbers_of_the_loop_as_on_gpus(as_on_gpus):
+    rng = np.random.default_rng(0)
+    layer = Layer(
+        rng.standard_normal((16, 8)), rng.integers(-1, 9, (16, 3)), rng.random((16, 3)).astype(np.float32),
+        *(rng.standard_normal(s) for s in ((8, 8, 4), (8, 8, 4), (8, 4, 8))),
+    )  # fmt: skip
+    assert check(EP4, layer, scheme="all_to_all", buffer=0.4).extra_passes > 0
 
 
 @pytest.mark.parametrize(

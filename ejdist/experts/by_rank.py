@@ -32,6 +32,7 @@ from ejdist.experts.rows import (
     over_chunks,
     passes_of,
     plan_of,
+    spread,
     summed,
     taken,
     wide,
@@ -289,7 +290,7 @@ class ByRank(Scheme):
 
     def _there(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
         """Returns the rows of the tokens of x [M, ...] that come to this rank."""
-        return self._sent(job, turn, taken(x, turn.pair, turn.slot.shape[1]))
+        return self._sent(job, turn, spread(x, turn.pair, turn.slot))
 
     def _sent(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
         with jax.named_scope("dispatch"):

@@ -22,7 +22,7 @@ import kernels
 from ejdist.experts.cost import Costed
 from ejdist.experts.narrow import BF16
 from kernels.engines.matmul.ordering import group_order
-from kernels.framework.dispatch import varying_axes
+from kernels.framework.dispatch import vary_alike, varying_axes
 
 
 @dataclass(frozen=True)
@@ -209,10 +209,30 @@ def within(sizes: jax.Array, low: Any, high: Any) -> jax.Array:
     return jnp.clip(ends, low, high) - jnp.clip(ends - sizes, low, high)
 
 
+SPREAD = ("float32", "bfloat16", "float16")  # dtypes of rows that a kernel writes to their places
+
+
 def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
     """Returns the rows of x [M, ...] for the tokens of some pairs; 0 for pair -1."""
     rows = x[jnp.maximum(pair, 0) // top_k]
     return jnp.where((pair >= 0).reshape(-1, *(1,) * (x.ndim - 1)), rows, 0)
+
+
+def spread(x: jax.Array, pair: jax.Array, slot: jax.Array) -> jax.Array:
+    """Returns the same as `taken`, where slot [M, k] is the inverse of `pair`: the place of each pair that has one, else -1.
+
+    On NVIDIA GPUs a row is read once and written to all of its places: by place, rows would be read for each.
+    """
+    by_place = functools.partial(taken, top_k=slot.shape[1])
+
+    def by_token(x: jax.Array, pair: jax.Array, slot: jax.Array) -> jax.Array:
+        # What is sent is the gradient of a plain sum.
+        like = vary_alike(jnp.zeros((len(pair), x.shape[1]), x.dtype), x)
+        return jax.vjp(lambda rows: kernels.combine_rows(rows, slot, pair), like)[1](x)[0]
+
+    if x.ndim != 2 or str(x.dtype) not in SPREAD:
+        return by_place(x, pair)
+    return lax.platform_dependent(x, pair, slot, cuda=by_token, default=lambda x, pair, slot: by_place(x, pair))
 
 
 def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None) -> jax.Array:

@@ -22,16 +22,16 @@ FAULTS = (
     ),
     Fault(
         "combine, Triton: rows of no token are not written",
-        "combine_rows/triton_gpu:combine_rows_bwd_kernel",
+        "combine_rows/triton_gpu:_zero_unused",
         "($columns < $D) & $unused",
         "($columns < 0) & $unused",
         f"{COMBINE} -k numpys",
     ),
     Fault(
         "combine, Triton: the weight of a slot of none is read",
-        "combine_rows/triton_gpu:combine_rows_fwd_kernel",
-        "tl.load($weights_ptr + $token * $TOP_K + $j, mask=$slot >= 0, other=0.0)",
-        "tl.load($weights_ptr + $token * $TOP_K + $j)",
+        "combine_rows/triton_gpu:_add_row",
+        "tl.load($weights_ptr + $pair, mask=$slot >= 0, other=0.0)",
+        "tl.load($weights_ptr + $pair)",
         f"{COMBINE} -k numpys",
     ),
     Fault(
@@ -145,5 +145,26 @@ FAULTS = (
         "($total := $values.sum(dtype=np.int64)) > $rows",
         "($total := $values.max()) > $rows",
         "tests/kernels/test_grouped_matmul.py -k wrong_call",
+    ),
+    Fault(
+        "combine, Triton: a token without a row in its first slot has none",
+        "combine_rows/triton_gpu:combine_rows_fwd_kernel",
+        "$slots[$j] >= 0",
+        "$slots[0] >= 0",
+        f"{COMBINE} -k sparse",
+    ),
+    Fault(
+        "combine, Triton: without weights a row is written to the first of its slots alone",
+        "combine_rows/triton_gpu:spread_rows_kernel",
+        "($cols < $D) & ($slots[$j] >= 0)",
+        "($cols < $D) & ($slots[$j] >= 0) & ($j == 0)",
+        f"{COMBINE} -k sparse",
+    ),
+    Fault(
+        "experts: on GPUs rows go out in the order of tokens",
+        "experts/rows:spread.by_token",
+        "kernels.combine_rows($rows, $slot, $pair)",
+        "kernels.combine_rows($rows, $slot[::-1], $pair)",
+        "tests/test_experts_by_rank.py -k all_their_places",
     ),
 )

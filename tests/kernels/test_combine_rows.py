@@ -66,6 +66,22 @@ def test_a_sum_is_numpys_whatever_lies_elsewhere(platform):
 ROWS, SLOTS = np.ones((4, 8), np.float32), np.zeros((2, 2), np.int32)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sparse_slots(weighted):
+    """Rows in any of the slots of a token, or in none."""
+    slots = np.array([[3, -1, 0], [-1, -1, -1], [-1, 7, -1], [-1, -1, 8], [-1, 1, 2]])
+    rows, d = (jnp.asarray(RNG.standard_normal(s), jnp.float32) for s in ((9, 48), (5, 48)))
+    weights = jnp.asarray(RNG.standard_normal((5, 3)), jnp.float32) if weighted else None
+    with interpret():
+        got, want = (
+            jax.vjp(lambda r: combine_rows(r, jnp.int32(slots), weights=weights, platform=p), rows)  # noqa: B023
+            for p in ("triton", "xla")
+        )
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(got[1](d)[0], want[1](d)[0], rtol=1e-6)
+    assert np.asarray(got[0]).any(axis=1).tolist() == [True, False, True, True, True]
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
