@@ -78,7 +78,6 @@ def test_export_for_every_platform():
     close(jax.export.deserialize(kept).call(*arguments), function(*arguments), 1e-5)
 
 
-@pytest.mark.slow
 def test_export_for_any_size():
     b, t = jax.export.symbolic_shape("b, t")
     function = jax.jit(lambda a, ids: moe(**a, segment_ids=ids, top_k=3, **DEEPSEEK))

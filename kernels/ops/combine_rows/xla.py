@@ -47,4 +47,10 @@ def backward(saved, rows, slots, pairs, weights):
     return gradients
 
 
-op.register(forward, backward, platforms={"cpu", "cuda", "rocm", "tpu"}, dtypes={"float32", "bfloat16", "float16"})
+op.register(
+    forward,
+    backward,
+    platforms={"cpu", "cuda", "rocm", "tpu"},
+    dtypes={"float32", "bfloat16", "float16"},
+    symbolic={"M", "tokens"},
+)

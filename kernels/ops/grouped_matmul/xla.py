@@ -241,4 +241,4 @@ _WHERE = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bf
 op.register(forward, backward, **_WHERE)
 quantized_op.register(quantized_forward, quantized_backward, **_WHERE)
 packed_op.register(packed_forward, packed_backward, **_WHERE)
-gathered_op.register(gathered_forward, gathered_backward, platforms=_WHERE["platforms"], dtypes=_WHERE["dtypes"])
+gathered_op.register(gathered_forward, gathered_backward, **_WHERE | {"symbolic": {"M", "tokens"}})
