@@ -237,8 +237,8 @@ def gathered_backward(saved, lhs, rhs, rhs_transposed, group_sizes, rows, slots,
     return gradients | {"lhs": combine_rows(gradients["lhs"], slots)}
 
 
-_WHERE = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}, "symbolic": {"M"}}
-op.register(forward, backward, **_WHERE)
-quantized_op.register(quantized_forward, quantized_backward, **_WHERE)
-packed_op.register(packed_forward, packed_backward, **_WHERE)
-gathered_op.register(gathered_forward, gathered_backward, **_WHERE | {"symbolic": {"M", "tokens"}})
+_WHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
+op.register(forward, backward, symbolic={"M"}, **_WHERE)
+quantized_op.register(quantized_forward, quantized_backward, symbolic={"M"}, **_WHERE)
+packed_op.register(packed_forward, packed_backward, symbolic={"M"}, **_WHERE)
+gathered_op.register(gathered_forward, gathered_backward, symbolic={"M", "tokens"}, **_WHERE)
