@@ -65,7 +65,7 @@ def test_spans_that_only_a_batch_knows_are_taken_for_causal_ones(keys, key_heads
 
 def test_of_very_many_programs_none_is_looked_at(monkeypatch):
     spans = np.broadcast_to(np.array([0, 0, 1, 1]), (1, ENOUGH * MULTIPROCESSORS, 4))
-    monkeypatch.setattr("kernels.engines.attention.triton_shares._time", None)
+    monkeypatch.setattr("kernels.engines.attention.triton_shares.makespan", None)
     assert shares_of_group(spans, 1, 1, 8, 64) == 1
 
 
