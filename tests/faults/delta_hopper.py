@@ -240,7 +240,7 @@ FAULTS = (
         "tests/kernels/test_delta_triton.py -k what_a_backward",
     ),
     Fault(
-        "delta of channels on Hopper: scales whose logarithm there is none of",
+        "delta of channels on Hopper: scales that have no logarithm",
         "triton_channel_calls:DeltaLaunches.__init__",
         "self.in_one and 1 / MOST_SCALE <= $scale <= MOST_SCALE",
         "self.in_one",

@@ -12,8 +12,8 @@ WIDE = 4096
 
 # The forward splits a row into chunks where padding it to a power of two would make it wider than MOST_IDLE times its width. On
 # an H200, rows of 4,672 and 8,584 entries then take 0.72 of the time of one tile. From NARROWEST_CUT to FEW_CHUNKS entries it
-# splits any row that is no power of two, into FEW chunks at most and 2 warps: rows of 520 entries then take 0.69 of the time,
-# of 1,160 0.80, of 1,480 0.90, of 992 0.93.
+# splits rows of any width but a power of two into at most FEW chunks, with 2 warps: rows of 520 entries then take 0.68 of the
+# time, of 1,160 0.80, of 1,480 0.90, of 992 0.93.
 NARROWEST_CUT, FEW_CHUNKS, FEW, MOST_IDLE = 256, 2048, 5, 1.125
 # Columns of a chunk and warps of a program: of rows narrower than WIDE, and of others.
 CHUNK_AND_WARPS = (1024, 4), (2048, 8)

@@ -22,7 +22,7 @@ from kernels.framework.work import Work, nbytes
 # Every block reads lm_head and, in a backward, reads and writes its float32 gradient, so below about a thousand rows the
 # matmuls are bound by memory for any vocabulary.
 _LEAST_ROWS = 1024
-# From so many tokens on, a copy of lm_head with rows that `widened` aligns costs less than products that read it as it is.
+# From this many tokens on, copying lm_head to align its rows costs less than reading unaligned rows.
 _WORTH_WIDENING = 256
 # Bytes to which cuBLAS needs rows of matrices aligned, to read them at full speed.
 _ALIGNED = 16

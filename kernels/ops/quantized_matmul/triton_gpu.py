@@ -201,7 +201,7 @@ def _splits(programs: int, tiles: int, steps: int, least: int) -> int:
 
 
 def _even_splits(programs: int, tiles: int, steps: int, least: int) -> int:
-    """Returns the parts of D with the fewest steps each, but `least`, of at most so many programs of tiles."""
+    """Returns how many parts to split D into: as many as `programs` allow, each of `least` steps or more."""
     each = triton.cdiv(steps, max(1, min(programs // tiles, steps // least)))
     return triton.cdiv(steps, each)
 
