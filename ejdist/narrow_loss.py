@@ -27,7 +27,7 @@ from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
 from ejdist.precision import PRECISIONS, Blocks, Narrow, check_device, of_matrix, operands_of, times
 from ejdist.vocabulary_parts import of_every_part, of_this_part
-from kernels.engines.rows.vocabulary import rows_of_block
+from kernels.engines.rows.vocabulary import most_rows
 from kernels.framework.dispatch import vary_alike
 from kernels.ops.cross_entropy import LossSums, TokenLosses, logits_op, terms_of_tokens, token_losses
 from kernels.ops.scaled_matmul import SCALINGS
@@ -49,7 +49,7 @@ def sizes(tokens: int, vocabulary: int, precision: str) -> tuple[int, int]:
     alone = SCALINGS[PRECISIONS[precision].scaling].a[1] is None
     # Each product that is added to the sum reads and writes it: with 4,096 tokens of 8B in a block, in place of 2,048, its head
     # takes 52.5 ms with scales of rows on an H200, in place of 57.3. With scales of blocks both take 52.
-    most = -(-rows_of_block(tokens, vocabulary, 2 * BLOCK if alone else BLOCK) // 128) * 128
+    most = min(-(-tokens // 128) * 128, most_rows(vocabulary, 2 * BLOCK if alone else BLOCK))
     blocks = -(-tokens // most)
     parts = blocks if alone else -(-blocks // max(1, WAITING // (vocabulary * most)))
     together = -(-blocks // parts)

@@ -17,6 +17,7 @@ from kernels import Unsupported
 from kernels.engines.rows import vocabulary, vocabulary_pallas
 from kernels.framework.interpret import interpret
 from kernels.ops.cross_entropy import (
+    BLOCK_ELEMENTS,
     CrossEntropyConfig,
     LossSums,
     fused_cross_entropy,
@@ -516,6 +517,15 @@ def test_dispatch_and_refusals():
         fused_cross_entropy(x[:0], w, t[:0], platform="triton")
     with pytest.raises(Unsupported, match="cross_entropy_sums has no pallas backend"):
         fused_cross_entropy(x, w, t, platform="pallas")
+
+
+@pytest.mark.parametrize("entries", [2048, 52_224, 128_256, 262_144])
+def test_few_rows_of_default_blocks_are_no_tokens(entries):
+    for tokens in (1, 1000, 1100, 1537, 2664, 8191, 65_537):
+        rows = vocabulary.rows_of_block(tokens, entries, BLOCK_ELEMENTS)
+        blocks = -(-tokens // rows)
+        assert tokens <= blocks * rows <= 1.17 * tokens
+        assert rows <= 1.5 * max(1024, BLOCK_ELEMENTS // entries)
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():

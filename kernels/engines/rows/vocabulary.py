@@ -55,9 +55,16 @@ def block_rows(call: Call, elements: int) -> int:
     return rows_of_block(math.prod(call.dims["lead"]), call.dims["V"], elements)
 
 
+def most_rows(vocabulary: int, elements: int) -> int:
+    """Returns the number of tokens whose logits are about `elements`, in whole tiles."""
+    return max(_LEAST_ROWS, elements // vocabulary // 128 * 128)
+
+
 def rows_of_block(tokens: int, vocabulary: int, elements: int) -> int:
-    """Returns the same from the sizes."""
-    return max(1, min(tokens, max(_LEAST_ROWS, elements // vocabulary // 128 * 128)))
+    """Returns the number of tokens per block, from the sizes. Blocks are even, so that few rows of padding are multiplied:
+    one may hold up to half as many tokens again as `most_rows` where that saves a block."""
+    blocks = round(tokens / most_rows(vocabulary, elements))
+    return max(1, tokens) if blocks < 2 else -(-tokens // (128 * blocks)) * 128
 
 
 def candidates(call: Call, most: int) -> list[int]:
