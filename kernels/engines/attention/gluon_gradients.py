@@ -35,6 +35,7 @@ from kernels.engines.attention.gluon_parts import (
     heads_of,
     in_one_segment,
     in_range,
+    masks_of,
     one_after_the_other,
     positions_in,
     segments_of,
@@ -194,14 +195,8 @@ def _gradients(dq_desc, spans_ptr, side_ptr, order_ptr, first_ptr, q_at_ptr, k_a
     b, head, block = place(side_ptr, O)
     block = _turn(order_ptr, b, block, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
-    if ends_ptr is not None:
-        ends_ptr += b * O.ENDS_BATCH
-    if q_at_ptr is not None:
-        q_at_ptr += b * O.Q_AT_BATCH
-        k_at_ptr += b * O.K_AT_BATCH
-    if q_segment_ptr is not None:
-        q_segment_ptr += b * O.Q_SEGMENT_BATCH
-        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    masks = (q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr)
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks_of(masks, b, O)
 
     no_pair = gl.zeros(SHAPE, gl.float32, PAIRS)
     no_query = gl.zeros([O.BLOCK_Q, O.BLOCK_H], gl.float32, OF_QUERIES)

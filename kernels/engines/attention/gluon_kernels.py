@@ -33,6 +33,7 @@ from kernels.engines.attention.gluon_parts import (
     heads_of,
     limits_of,
     list_of,
+    masks_of,
     positions_in,
     range_of,
     segments_of,
@@ -231,21 +232,13 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     dtype: gl.constexpr = q[0].dtype
     lists, masks, lens_ptr, rows_ptr, sink_ptr, sofar, out_ptr, lse_ptr = arrays
     spans_ptr, index_ptr, order_ptr, _, _ = lists
-    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
     first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, _blocks(O), O)
     list_ptr = list_of(index_ptr, b, n, block, _blocks(O), _key_blocks(O), O)
     row = block * O.BLOCK_Q + WHICH * ROWS
     qi = row + gl.arange(0, ROWS, ROW)
-    if ends_ptr is not None:
-        ends_ptr += b * O.ENDS_BATCH
-    if q_at_ptr is not None:
-        q_at_ptr += b * O.Q_AT_BATCH
-        k_at_ptr += b * O.K_AT_BATCH
-    if q_segment_ptr is not None:
-        q_segment_ptr += b * O.Q_SEGMENT_BATCH
-        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks_of(masks, b, O)
     q_at = positions_in(q_at_ptr, qi, row, O.S - O.T, O.T, O)
     q_segment = segments_of(q_segment_ptr, qi, O.T)
     ends = ends_of(ends_ptr, qi[:, None], O)

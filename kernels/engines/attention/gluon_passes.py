@@ -22,7 +22,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.engines.attention.gluon_parts import BLOCK, ROW, ends_of, positions_of, segments_of, tile_of, visible
+from kernels.engines.attention.gluon_parts import (
+    BLOCK,
+    ROW,
+    ends_of,
+    masks_of,
+    positions_of,
+    segments_of,
+    tile_of,
+    visible,
+)
 from kernels.toolchains.gluon import SWIZZLED
 
 ROWS = gl.constexpr(64)  # rows of resident and streamed tiles: the minimum of one instruction
@@ -94,15 +103,7 @@ def make_stays(dtype: gl.constexpr, WARPGROUPS: gl.constexpr, WIDE: gl.constexpr
 def seen_of(p, qi, kj, b, masks, BY_QUERY: gl.constexpr, O: gl.constexpr):
     """Returns the weights of queries qi and keys kj, zero where a pair does not attend. BY_QUERY: queries are the
     rows."""
-    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
-    if ends_ptr is not None:
-        ends_ptr += b * O.ENDS_BATCH
-    if q_at_ptr is not None:
-        q_at_ptr += b * O.Q_AT_BATCH
-        k_at_ptr += b * O.K_AT_BATCH
-    if q_segment_ptr is not None:
-        q_segment_ptr += b * O.Q_SEGMENT_BATCH
-        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks_of(masks, b, O)
     q_at, q_segment = positions_of(q_at_ptr, qi, O.S - O.T, O.T), segments_of(q_segment_ptr, qi, O.T)
     k_at, k_segment = positions_of(k_at_ptr, kj, 0, O.S), segments_of(k_segment_ptr, kj, O.S)
     if BY_QUERY:

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.engines.attention.gluon_gradients import place, row_of, store_keys, weights_of
-from kernels.engines.attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW, TILE_OF_SUMS, span_of
+from kernels.engines.attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW, TILE_OF_SUMS, masks_of, span_of
 from kernels.toolchains.gluon import SWIZZLED, after
 
 # The scale of weights passed between warpgroups: the largest, 1, becomes half of float16's maximum. Weights down to
@@ -118,14 +118,8 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_se
     b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     steps = O.N // O.K * (last - first)
-    if ends_ptr is not None:
-        ends_ptr += b * O.ENDS_BATCH
-    if q_at_ptr is not None:
-        q_at_ptr += b * O.Q_AT_BATCH
-        k_at_ptr += b * O.K_AT_BATCH
-    if q_segment_ptr is not None:
-        q_segment_ptr += b * O.Q_SEGMENT_BATCH
-        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    masks = (q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr)
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks_of(masks, b, O)
 
     zeros = gl.zeros(SHAPE, gl.float32, PAIRS)
     dv = gl.zeros([O.BLOCK_K, O.BLOCK_V], gl.float32, SUMS)

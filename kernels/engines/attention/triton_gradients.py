@@ -13,6 +13,7 @@ from kernels.engines.attention.triton_parts import (
     ends_of,
     limits_of,
     list_of,
+    masks_of,
     nth,
     positions_of,
     rows_of,
@@ -91,12 +92,8 @@ def query_gradient_kernel(
     qi = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
     k_ptr += b64 * (O.S * O.K * O.H)
     v_ptr += b64 * (O.S * O.K * O.HV)
-    if q_at_ptr is not None:
-        q_at_ptr += b * O.Q_AT_BATCH
-        k_at_ptr += b * O.K_AT_BATCH
-    if q_segment_ptr is not None:
-        q_segment_ptr += b * O.Q_SEGMENT_BATCH
-        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    masks = (q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr)
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks_of(masks, b, O)
     if dense_ptr is not None:
         dense_ptr += b64 * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
     if bias_ptr is not None:
@@ -104,8 +101,6 @@ def query_gradient_kernel(
     if d_bias_ptr is not None:
         d_bias_ptr += b64 * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
     slope, seed = None, None
-    if ends_ptr is not None:
-        ends_ptr += b * O.ENDS_BATCH
     if slope_ptr is not None:
         slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
     if seed_ptr is not None:
@@ -204,14 +199,8 @@ def key_gradient_kernel(
     lse_ptr += b64 * (O.T * O.N)
     delta_ptr += b64 * (O.T * O.N)
     q_ptr += b64 * (O.T * O.N * O.H)
-    if q_at_ptr is not None:
-        q_at_ptr += b * O.Q_AT_BATCH
-        k_at_ptr += b * O.K_AT_BATCH
-    if q_segment_ptr is not None:
-        q_segment_ptr += b * O.Q_SEGMENT_BATCH
-        k_segment_ptr += b * O.K_SEGMENT_BATCH
-    if ends_ptr is not None:
-        ends_ptr += b * O.ENDS_BATCH
+    masks = (q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr)
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks_of(masks, b, O)
     k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
     k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
     k = rows_of(k_ptr + b64 * (O.S * O.K * O.H), kj, O.K, head, O.H, O.S, O.BLOCK_H)
@@ -297,21 +286,8 @@ def bias_gradient_kernel(
     acc = tl.zeros([O.BLOCK_Q, O.BLOCK_K], tl.float32)
     for b in range(b_begin, b_end):
         b64 = tl.cast(b, tl.int64)
-        q_at_row, k_at_row, q_segment_row, k_segment_row, ends_row = (
-            q_at_ptr,
-            k_at_ptr,
-            q_segment_ptr,
-            k_segment_ptr,
-            ends_ptr,
-        )
-        if q_at_ptr is not None:
-            q_at_row = q_at_ptr + b * O.Q_AT_BATCH
-            k_at_row = k_at_ptr + b * O.K_AT_BATCH
-        if q_segment_ptr is not None:
-            q_segment_row = q_segment_ptr + b * O.Q_SEGMENT_BATCH
-            k_segment_row = k_segment_ptr + b * O.K_SEGMENT_BATCH
-        if ends_ptr is not None:
-            ends_row = ends_ptr + b * O.ENDS_BATCH
+        masks = (q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr)
+        q_at_row, k_at_row, q_segment_row, k_segment_row, ends_row = masks_of(masks, b, O)
         for n in range(n_begin, n_end):
             head = n // (O.N // O.K)
             dense, bias = dense_ptr, bias_ptr + b64 * O.BIAS_BATCH + n * O.BIAS_HEAD

@@ -21,6 +21,7 @@ from kernels.engines.attention.triton_parts import (
     ends_of,
     limits_of,
     list_of,
+    masks_of,
     nth,
     positions_of,
     rows_of,
@@ -95,19 +96,13 @@ def forward_kernel(
     q_ptr += b64 * (O.T * O.N * O.H)
     k_ptr += b64 * (O.S * O.K * O.H)
     v_ptr += b64 * (O.S * O.K * O.HV)
-    if q_at_ptr is not None:
-        q_at_ptr += b * O.Q_AT_BATCH
-        k_at_ptr += b * O.K_AT_BATCH
-    if q_segment_ptr is not None:
-        q_segment_ptr += b * O.Q_SEGMENT_BATCH
-        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    masks = (q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr)
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks_of(masks, b, O)
     if dense_ptr is not None:
         dense_ptr += b64 * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
     if bias_ptr is not None:
         bias_ptr += b64 * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
     slope, seed = None, None
-    if ends_ptr is not None:
-        ends_ptr += b * O.ENDS_BATCH
     if slope_ptr is not None:
         slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
     if seed_ptr is not None:

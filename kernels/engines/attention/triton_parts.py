@@ -107,6 +107,22 @@ def tanh(x):
 
 
 @triton.jit
+def masks_of(masks, b, O: tl.constexpr):
+    """Returns the arrays that a mask reads (positions and segments of queries and of keys, ends), from batch row b on. Those
+    that a call does not have stay None."""
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
+    if q_at_ptr is not None:
+        q_at_ptr += b * O.Q_AT_BATCH
+        k_at_ptr += b * O.K_AT_BATCH
+    if q_segment_ptr is not None:
+        q_segment_ptr += b * O.Q_SEGMENT_BATCH
+        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    if ends_ptr is not None:
+        ends_ptr += b * O.ENDS_BATCH
+    return q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
+
+
+@triton.jit
 def positions_of(ptr, tokens, SHIFT: tl.constexpr, LENGTH: tl.constexpr):
     """Returns the positions of tokens: from the array, or counted if there is none."""
     if ptr is None:
