@@ -21,6 +21,9 @@ CALLS = [
     (BLOCKS, 300, 384, 256, 256, 128, "float8_e4m3fn", "bfloat16"),
     (BLOCKS, 260, 640, 384, 128, 128, "float8_e5m2", "float16"),
     (BOTH, 300, 384, 200, 128, 128, "float8_e4m3fn", "bfloat16"),
+    (ROWS, 261, 144, 200, 128, 64, "float8_e4m3fn", "bfloat16", True),
+    (ROWS, 261, 272, 200, 128, 64, "float8_e4m3fn", "float16"),
+    (BLOCKS, 300, 384, 256, 128, 64, "float8_e4m3fn", "bfloat16"),
 ]
 
 

@@ -1,9 +1,10 @@
 """`python -m benchmarks.comparisons.scaled_matmul_gpu [shapes=8192x8192x8192] [scalings=row,block] [tiles=chosen] [groups=]
-[out=FILE]`
+[draws=0] [seed=0] [out=FILE]`
 
 On one GPU, products of 8-bit floats with scales: scaled_matmul with the tile that a call gets (`tiles=candidates`: with those
 that the tuner tries; `tiles=every`: in other bands too), torch._scaled_mm where it takes such scales, and a product in bfloat16
 of as many FLOPs. Then `quantize_scaled` of an operand. `groups=65536x2048x768x128`: grouped products, rows, D, F and matrices.
+`draws=12 seed=1`: besides these 12 shapes that nobody chose, drawn from the seed.
 Numbers first: a contestant that is not within 1% of the contract (3% where sums may stay in the tensor cores) is not timed.
 
 TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the clock has them. `out=FILE` keeps them, and
@@ -136,6 +137,24 @@ def of_groups(shape, tiles):
             yield {"shape": shape, "scaling": scaling, "name": name, "TFLOP_s": speed}
 
 
+def drawn(number, seed):
+    """Returns shapes "MxDxF", sizes log-uniform: half of them can have scales of blocks."""
+    rng, shapes = np.random.default_rng(seed), []
+    for i in range(int(number)):
+        step = (128, 16)[i % 2]
+        D, F = (int(np.exp(rng.uniform(np.log(512), np.log(16384)))) // step * step for _ in range(2))
+        M = int(np.exp(rng.uniform(np.log(512), np.log(min(65536, 4e12 / (D * F))))))
+        shapes.append(f"{M}x{D}x{F}")
+    return shapes
+
+
+def divides(shape, scaling):
+    """Returns whether the blocks of a scaling divide a shape."""
+    _, D, F = map(int, shape.split("x"))
+    rows, entries = SCALINGS[scaling][1]
+    return not D % (entries or 1) and not F % (rows or 1)
+
+
 def as_table(rows):
     """Returns TFLOP/s of the tile that a call got and, in brackets, its share of torch's with such sums, and of bfloat16."""
     dense = [r for r in rows if "TFLOP_s" in r and r["shape"].count("x") == 2]
@@ -156,17 +175,26 @@ def as_table(rows):
     return "\n".join(lines)
 
 
-def main(shapes="8192x8192x8192", scalings="row,block,block_of_rows", tiles="chosen", groups="", out="", table=""):
+def main(
+    shapes="8192x8192x8192",
+    scalings="row,block,block_of_rows",
+    tiles="chosen",
+    groups="",
+    draws=0,
+    seed=0,
+    out="",
+    table="",
+):
     if table:
         return print(as_table(json.loads(Path(table).read_text())["rows"]))
     rows, start = [], time.perf_counter()
     for shape in filter(None, groups.split(",")):
         rows += of_groups(shape, tiles)
-    for shape in filter(None, shapes.split(",")):
+    for shape in [*filter(None, shapes.split(",")), *drawn(draws, int(seed))]:
         M, D, F = map(int, shape.split("x"))
         x, w = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(((M, D), (F, D))))
         plain = jax.jit(lambda x, w: jnp.einsum("md,fd->mf", x, w))
-        for scaling in scalings.split(","):
+        for scaling in (s for s in scalings.split(",") if divides(shape, s)):
             blocks = SCALINGS[scaling]
             quantise = {"a": lambda: quantize_scaled(x, blocks[0]), "b": lambda: quantize_scaled(w, blocks[1])}  # noqa: B023
             (a, a_scale), (b, b_scale) = (f() for f in quantise.values())

@@ -11,7 +11,7 @@ def some(calls, *quick):
     return [pytest.param(call, marks=() if i in quick else pytest.mark.slow) for i, call in enumerate(calls)]
 
 
-@pytest.mark.parametrize("call", some(CALLS, 1, 2, 5, 7), ids=lambda call: "-".join(map(str, call[1:])))
+@pytest.mark.parametrize("call", some(CALLS, 1, 2, 5, 7, 10), ids=lambda call: "-".join(map(str, call[1:])))
 def test_numbers(call, monkeypatch):
     with interpreted(monkeypatch, op, triton_gpu):
         check(*call)

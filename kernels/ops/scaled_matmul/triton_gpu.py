@@ -168,6 +168,7 @@ def rejects(call):
 TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_buffers=1, num_warps=4, band=8)
 WIDE = replace(TALL, block_m=128, block_n=256, num_buffers=2)
 SQUARE = replace(WIDE, block_n=128, num_stages=6, band=16)
+NARROW_TILE = replace(SQUARE, block_n=64, num_stages=7, num_buffers=1)
 # With room for all sums of a tile a warpgroup never waits for a store. At 8192 x 8192 x 8192 1,147 TFLOP/s with blocks' scales
 # and 1,200 of rows; with room for half of them, in 3 and 4 stages, 1,116 and 1,183.
 ROOMY = replace(TALL, num_stages=3, num_buffers=2)
@@ -177,11 +178,22 @@ SHALLOW, SQUARE_BLOCKS = replace(TALL, num_stages=3), replace(SQUARE, num_stages
 
 def candidates(call):
     """Returns the tiles whose sums fit into registers, the one to take without measurements first."""
-    if call.a_scale.shape[1] == 1:
-        fast = [TALL, SQUARE, WIDE, ROOMY, replace(WIDE, num_stages=3, num_buffers=4)]
-        return fast if call.fast_accumulation else [ROOMY, TALL, SQUARE]
-    # Scales of each row of b, one for each column of the tile, are in registers too.
-    return [SQUARE_BLOCKS] if call.b_scale.shape[0] == call.dims["F"] else [ROOMY, SHALLOW, SQUARE_BLOCKS]
+    if call.a_scale.shape[1] > 1 and call.b_scale.shape[0] == call.dims["F"]:
+        return [SQUARE_BLOCKS]  # scales of each row of b, one for each column of the tile, are in registers too
+    if call.a_scale.shape[1] > 1:
+        speeds = {ROOMY: 1.0, SHALLOW: 0.97, SQUARE_BLOCKS: 0.86, replace(NARROW_TILE, num_stages=6): 0.6}
+    elif call.fast_accumulation:
+        others = {WIDE: 0.97, ROOMY: 0.96, replace(WIDE, num_stages=3, num_buffers=4): 0.96}
+        speeds = {TALL: 1.0, SQUARE: 0.92, **others, NARROW_TILE: 0.65}
+    else:
+        speeds = {ROOMY: 1.0, TALL: 0.99, SQUARE: 0.97, NARROW_TILE: 0.65}
+    return sorted(speeds, key=lambda cfg: _time(call, cfg) / speeds[cfg])
+
+
+def _time(call, cfg):
+    """Returns how many entries of the result the busiest multiprocessor computes, those past its edges included."""
+    tiles = triton.cdiv(call.dims["M"], cfg.block_m) * triton.cdiv(call.dims["F"], cfg.block_n)
+    return triton.cdiv(tiles, MULTIPROCESSORS) * cfg.block_m * cfg.block_n
 
 
 def heuristic(call, platform):
