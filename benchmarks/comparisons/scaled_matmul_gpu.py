@@ -7,7 +7,7 @@ of as many FLOPs. Then `quantize_scaled` of an operand. `groups=65536x2048x768x1
 `draws=12 seed=1`: besides these 12 shapes that nobody chose, drawn from the seed.
 Numbers first: a contestant that is not within 1% of the contract (3% where sums may stay in the tensor cores) is not timed.
 
-TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the clock has them. `out=FILE` keeps them, and
+TFLOP/s are of the median of shuffled rounds, by the profiler's times of kernels. `out=FILE` keeps them, and
 `table=FILE` prints what a file says of the tile that a call got.
 """
 
@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import random
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -25,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.comparisons.grouped_matmul_gpu import distance, race
+from benchmarks.comparisons.grouped_matmul_gpu import distance, wait
+from benchmarks.timing import kernel_seconds_of_each
 from kernels import quantize_both_ways, quantize_scaled
 from kernels.ops.scaled_matmul import op
 
@@ -37,6 +40,16 @@ SCALINGS = {
     "block": ((1, 128), (128, 128)),
     "block_of_rows": ((1, 128), (1, 128)),
 }
+
+
+def race(contestants, flops, rounds=9):
+    """Returns name -> TFLOP/s, the median of rounds in an order shuffled anew."""
+    names = [name for _ in range(rounds) for name in random.sample(list(contestants), len(contestants))]
+    for f in contestants.values():
+        wait(f())
+    times = kernel_seconds_of_each([lambda f=contestants[name]: wait(f()) for name in names])
+    by_name = {name: [t for n, t in zip(names, times, strict=True) if n == name] for name in contestants}
+    return {name: flops / statistics.median(t) / 1e12 for name, t in by_name.items()}
 
 
 def ours(operands, tiles):
