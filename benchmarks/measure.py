@@ -8,12 +8,13 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks import peers
 from benchmarks.cases import contract_fits, scaled, split, within
@@ -60,7 +61,7 @@ class Red(Exception):
 
 @dataclass
 class Prepared:
-    """A case whose numbers have been checked: `rows` by contestant, and those that may be timed."""
+    """A case whose numbers have been checked: `rows` and `cotangents` by contestant, and those that may be timed."""
 
     case: Case
     scaled: bool
@@ -68,7 +69,16 @@ class Prepared:
     checked: dict[str, Any]
     rows: dict[str, dict[str, Any]]
     able: list[Contestant] = field(default_factory=list)
-    cotangents: Callable[[Contestant], tuple] = lambda contestant: ()
+    cotangents: dict[str, tuple] = field(default_factory=dict)
+
+    def moved(self, move: Callable[[Any], Any]) -> Prepared:
+        """Returns the same with `move` of every array, such as `jax.device_get`, and `jax.device_put` of what that returned."""
+
+        def of_array(x: Any) -> Any:
+            return move(x) if isinstance(x, (jax.Array, np.ndarray)) else x
+
+        arguments = {name: of_array(x) for name, x in self.arguments.items()}
+        return replace(self, arguments=arguments, cotangents=jax.tree.map(of_array, self.cotangents))
 
 
 def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> Prepared:
@@ -138,7 +148,7 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
     sent = {c.name: oracle.reference(c.of).cotangents for c in able}
     for contestant in able:
         warm_up(contestant, arguments, sent[contestant.name])
-    return Prepared(case, case is not whole, arguments, checked, rows, able, lambda c: sent[c.name])
+    return Prepared(case, case is not whole, arguments, checked, rows, able, sent)
 
 
 def _check(
@@ -179,7 +189,7 @@ def measure(op: Op, prepared: Prepared, settings: Settings, ceiling: tuple[float
     timed = race(
         prepared.able,
         prepared.arguments,
-        prepared.cotangents,
+        lambda contestant: prepared.cotangents[contestant.name],
         number=number,
         rounds=settings.rounds,
         seconds=settings.seconds,

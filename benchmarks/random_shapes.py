@@ -5,9 +5,10 @@ Draws legal calls of an operation from the seed (`drawn.py`), checks the numbers
 the best peer / our time) and the worst calls. With candidates=N the first N configurations that the tuner would try of our
 first backend take part too, by number: what a heuristic is fitted to.
 
-`workers` processes compile and check calls side by side; each call is timed while the others wait, and written at once:
-a command that is interrupted reports what it has. Other options: against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03
-only=TEXT (names that contain it) budget=0 (seconds after which no other call is begun; 0 for all of them) commit=.
+`workers` processes compile and check their calls side by side, whose inputs then wait in the host's memory. After that each
+call is timed while the others wait, and written at once: a command that is interrupted reports what it has. Other options:
+against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03 only=TEXT (names that contain it) commit=, and budget=0: seconds after
+which no other call is timed, and 0.6 of which no other is prepared; 0 for all of them.
 """
 
 from __future__ import annotations
@@ -132,26 +133,37 @@ def _work(operation: str, options: dict[str, Any]) -> int:
         if not best.exists():
             best.write_text(json.dumps(ceilings(settings.dtype)))
         ceiling = tuple(json.loads(best.read_text()))
-    with Path(folder, f"{part}.jsonl").open("w") as file:
+
+    def late(share: float, name: str) -> bool:
+        over = options["budget"] and time.monotonic() - start > share * options["budget"]
+        if over:
+            print(f"out of time before {name}", flush=True)
+        return bool(over)
+
+    ready = []
+    with turns.beside_others():  # all calls, so that nobody waits for the compiler of another while the device is free
         for number, case in cases[part::workers]:
             if options["only"] not in case.name:
                 continue
-            if options["budget"] and time.monotonic() - start > options["budget"]:
-                print(f"out of time before {case.name}", flush=True)
+            if late(0.6, case.name):
                 break
             try:
-                with turns.beside_others():
-                    prepared = prepare(op, case, settings, {name: every[name] for name in names})
+                prepared = prepare(op, case, settings, {name: every[name] for name in names})
             except Red as red:
                 print(f"{case.name}: {red}", flush=True)
                 code = 1
                 continue
+            ready.append((number, prepared.moved(jax.device_get)))
+            del prepared  # its arrays on the device, before those of the next call
+    with Path(folder, f"{part}.jsonl").open("w") as file:
+        for number, prepared in ready:
+            if late(1.0, prepared.case.name):
+                break
             with turns.alone():
-                block = measure(op, prepared, settings, ceiling)
+                block = measure(op, prepared.moved(jax.device_put), settings, ceiling)
             row = {"number": number, **block, **origin}
             print(_line(row), flush=True)
             print(json.dumps(row), file=file, flush=True)
-            del prepared  # its arrays, before those of the next call
     return code
 
 
