@@ -61,10 +61,14 @@ def most_rows(vocabulary: int, elements: int) -> int:
 
 
 def rows_of_block(tokens: int, vocabulary: int, elements: int) -> int:
-    """Returns the number of tokens per block, from the sizes. Blocks are even, so that few rows of padding are multiplied:
-    one may hold up to half as many tokens again as `most_rows` where that saves a block."""
-    blocks = round(tokens / most_rows(vocabulary, elements))
-    return max(1, tokens) if blocks < 2 else -(-tokens // (128 * blocks)) * 128
+    """Returns the number of tokens per block, from the sizes: of the largest blocks, up to half as many tokens again as
+    `most_rows`, those with the fewest rows of padding in tiles of 256, in which GPUs multiply them."""
+    most = 3 * most_rows(vocabulary, elements) // 2
+    if tokens <= most:
+        return max(1, tokens)
+    least = -(-tokens // most)
+    sizes = [-(-tokens // (128 * blocks)) * 128 for blocks in range(least, 2 * least)]
+    return min(sizes, key=lambda size: -(-tokens // size) * -(-size // 256))
 
 
 def candidates(call: Call, most: int) -> list[int]:
