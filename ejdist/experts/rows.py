@@ -240,15 +240,16 @@ def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
 
 def spread(x: jax.Array, pair: jax.Array, slot: jax.Array) -> jax.Array:
     """Returns the same as `taken`, where slot [M, k] is the inverse of `pair`: the place of each pair that has one, else -1.
+    Rows of no pair may hold anything.
 
     On NVIDIA GPUs a row is read once and written to all of its places: by place, rows would be read for each.
     """
     by_place = functools.partial(taken, top_k=slot.shape[1])
 
     def by_token(x: jax.Array, pair: jax.Array, slot: jax.Array) -> jax.Array:
-        # What is sent is the gradient of a plain sum.
-        like = vary_alike(jnp.zeros((len(pair), x.shape[1]), x.dtype), x)
-        return jax.vjp(lambda rows: kernels.combine_rows(rows, slot, pair), like)[1](x)[0]
+        # What is sent is the gradient of a plain sum. No place is said to be of no token, as its row would be zeroed.
+        like, some = vary_alike(jnp.zeros((len(pair), x.shape[1]), x.dtype), x), jnp.maximum(pair, 0)
+        return jax.vjp(lambda rows: kernels.combine_rows(rows, slot, some), like)[1](x)[0]
 
     if x.ndim != 2 or str(x.dtype) not in SPREAD:
         return by_place(x, pair)

@@ -208,7 +208,7 @@ FAULTS = (
         "rows:spread.by_token",
         "kernels.combine_rows($rows, $slot, $some)",
         "kernels.combine_rows($rows, $slot[:, ::-1], jnp.roll($some, 1))",
-        f"{APART} -k all_their_places",
+        f"{BY_RANK} -k all_their_places",
     ),
     Fault(
         "the weights of a token are its choices",
