@@ -129,18 +129,15 @@ def test_one_device_with_the_kernels_of_hopper(as_on_gpus, monkeypatch):
         "down": normal(E, 64, 64, dtype="bfloat16", scale=0.1),
     }
 
-    def gradients(platform, x, weights, params, d):
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(platform, x, weights, params, d):
         job = job_of(GatedExperts("silu", platform=platform), 48)
-        return jax.vjp(lambda *a: run(job, a[0], ids, *a[1:])[0], x, weights, params), d
-
-    def both(platform, *arrays):
-        (out, pull), d = gradients(platform, *arrays)
+        out, pull = jax.vjp(lambda *a: run(job, a[0], ids, *a[1:])[0], x, weights, params)
         return out, pull(d)
 
     want = both("xla", *jax.tree.map(lambda a: a.astype(jnp.float32), (x, weights, params, d)))
     with interpret(90):
-        got = both("triton", x, weights, params, d)
-        near(got, want, 2e-2)
+        near(both("triton", x, weights, params, d), want, 2e-2)
 
 
 @pytest.mark.parametrize(
