@@ -116,7 +116,8 @@ def test_rows_are_written_to_all_their_places(dtype, as_on_gpus):
     rng = np.random.default_rng(0)
     order = plan_of(jnp.asarray(rng.integers(-1, 5, (24, 3)), jnp.int32), 4)
     x = jnp.asarray(8 * rng.standard_normal((24, 32)), dtype)
-    np.testing.assert_array_equal(jax.jit(spread)(x, order.pairs, order.slots), taken(x, order.pairs, 3))
+    got, there = jax.jit(spread)(x, order.pairs, order.slots), np.asarray(order.pairs) >= 0
+    np.testing.assert_array_equal(got[there], taken(x, order.pairs, 3)[there])
 
 
 def test_a_mesh_has_the_numbers_of_the_loop_as_on_gpus(as_on_gpus):

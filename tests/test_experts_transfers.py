@@ -1,6 +1,8 @@
 """Which exchanges of experts run beside products, by the schedule that XLA makes for GPUs."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +82,38 @@ def test_a_shared_expert_runs_beside_one_exchange_of_two():
     found = exchanges("none", in_scan=True)
     assert len(found) == 2 * 2 and {t.bytes for t in found} == {RANKS * ROWS * TOKENS * D * 2}, found
     assert [bool(t.beside) for t in found] == [False, True, False, True], found
+
+
+@pytest.mark.slow
+def test_no_array_is_copied():
+    """Of kernels for eight H200s, in the program of a layer and its gradients and in its loops over further passes: sums are
+    added to where they are, and what a kernel writes over is needed by nothing else."""
+    made = target_of(None, RANKS, "h200", None)
+    try:
+        mesh = make_mesh(ep=RANKS, devices=made.devices())
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    ops = bind_ops(mesh, experts={"dispatch": "all_to_all", "buffer": 1.25})
+
+    def both(weights, x, d):
+        def run(weights, x):
+            return ops.moe(x, weights["router"], weights["gate"], down=weights["down"], top_k=4)[0]
+
+        y, pull = jax.vjp(run, weights, x)
+        return y, pull(d)
+
+    def array(*shape, split=(), dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*split)))
+
+    weights = {
+        "router": array(D, 32, dtype=jnp.float32), "gate": array(32, D, 2, F, split=("ep",)),
+        "down": array(32, F, D, split=("ep",)),
+    }  # fmt: skip
+    x = array(RANKS, 2 * TOKENS, D, split=("ep",))
+    with made.lowering():
+        text = jax.jit(both).lower(weights, x, x).compile().as_text()
+    assert text.count(" while(") >= 4
+    sizes = [
+        math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text)
+    ]
+    assert sizes and max(sizes) <= 1024, sizes

@@ -26,6 +26,7 @@ from ejdist.experts.rows import (
     DispatchSpec,
     Plan,
     Scheme,
+    Sums,
     add,
     agreed,
     combined,
@@ -118,6 +119,34 @@ def _compared(experts: jax.Array, rank: jax.Array, weights: jax.Array) -> tuple[
     return repeated, number, weights, first
 
 
+def _by_choice(plan: RankPlan, pair: jax.Array, *, own: int, columns: int) -> jax.Array:
+    """Returns float [S, 2 columns], what goes beside the row of each pair: one more than the number of each expert that its
+    token has chosen of that rank, of `own`, and the weights of these; 0 where there is none."""
+    top_k = plan.experts.shape[1]
+    rank = plan.rank.reshape(-1)[jnp.maximum(pair, 0)]
+    experts, number, weights = (taken(a, pair, top_k) for a in (plan.experts, plan.number, plan.weights))
+    local = experts - rank[:, None] * own
+    here = (pair >= 0)[:, None] & (local >= 0) & (local < own)
+    return jnp.concatenate([_at(number, here, a, columns) for a in (local.astype(weights.dtype) + 1, weights)], axis=1)
+
+
+def _by_column(plan: RankPlan, pair: jax.Array, *, own: int, columns: int) -> jax.Array:
+    """Returns the same where gathers are cheap: a token's choices are put into the order of their ranks, where those of one lie
+    together, so that each column of a row is read once, and not all choices for each."""
+    top_k = plan.experts.shape[1]
+    choices, rank = range(top_k), plan.experts // own
+    there = plan.experts < plan.rows.sizes.shape[0] * own
+    ranks, valid = ([a[:, i, None] for i in choices] for a in (rank, there))
+    first = functools.reduce(jnp.add, [(valid[i] & (ranks[i] < rank)).astype(jnp.int32) for i in choices])
+    count = functools.reduce(jnp.add, [(valid[i] & (ranks[i] == rank)).astype(jnp.int32) for i in choices])
+    local = (plan.experts - rank * own + 1).astype(plan.weights.dtype)
+    in_order = [_at(first + plan.number, there, a, top_k).reshape(-1) for a in (local, plan.weights)]
+    at, column = jnp.maximum(pair, 0), jnp.arange(columns)
+    here = (pair >= 0)[:, None] & (column < count.reshape(-1)[at][:, None])
+    place = (at // top_k * top_k + first.reshape(-1)[at])[:, None] + jnp.where(here, column, 0)
+    return jnp.concatenate([jnp.where(here, a[place], 0) for a in in_order], axis=1)
+
+
 class ByRank(Scheme):
     """Sends a row for each token and rank."""
 
@@ -179,15 +208,14 @@ class ByRank(Scheme):
 
     def _planned(self, job: DispatchSpec, plan: RankPlan, q: jax.Array) -> Turn:
         """Returns turn q of all; the choices of its rows travel, and their weights."""
-        turn, top_k, inner = self.turn(job, plan, q), plan.experts.shape[1], self.inner(job)
-        columns = min(top_k, inner.num_experts)
-        rank = plan.rank.reshape(-1)[jnp.maximum(turn.pair, 0)]
-        experts, number, weights = (taken(a, turn.pair, top_k) for a in (plan.experts, plan.number, plan.weights))
-        local = experts - rank[:, None] * inner.num_experts
-        here = (turn.pair >= 0)[:, None] & (local >= 0) & (local < inner.num_experts)
+        turn, inner = self.turn(job, plan, q), self.inner(job)
+        columns = min(plan.experts.shape[1], inner.num_experts)
         # In one array, where numbers of experts are exact; 0 is none, as where no row arrives.
-        numbers = [_at(number, here, a, columns) for a in (local.astype(weights.dtype) + 1, weights)]
-        arrived = self._sent(job, turn, jnp.concatenate(numbers, axis=1))
+        by_choice, by_column = (
+            functools.partial(function, own=inner.num_experts, columns=columns) for function in (_by_choice, _by_column)
+        )
+        numbers = lax.platform_dependent(plan._replace(turns=()), turn.pair, cuda=by_column, default=by_choice)
+        arrived = self._sent(job, turn, numbers)
         local, weights = arrived[:, :columns].astype(jnp.int32) - 1, arrived[:, columns:]
         local = jnp.where(local >= 0, local, inner.num_experts)
         return turn._replace(weights=weights, plan=inner.scheme.plan(inner, local, weights))
@@ -218,14 +246,17 @@ class ByRank(Scheme):
             sums, kept = inner.scheme.forward(inner, passes, turn.plan, rows, turn.weights, params, keep)
             return self._back(job, turn, sums, how.sums), kept
 
-        def first() -> tuple[jax.Array, Any]:
+        def first() -> tuple[Sums, Any]:
             chunks = [visit(job, passes[1:], turn, keep) for turn in plan.turns]
-            return functools.reduce(add, [out for out, _ in chunks]), [kept for _, kept in chunks] if keep else None
+            rows = [wide(combined(rows, turn.slot)) for turn, (rows, _) in zip(plan.turns, chunks, strict=True)]
+            return Sums(functools.reduce(add, rows)), [kept for _, kept in chunks] if keep else None
 
-        def further() -> Callable:
-            return self._further(job, plan, lambda *turn: visit(*turn)[0])
+        def more(job: DispatchSpec, passes: jax.Array, turn: Turn, sums: Sums) -> Sums:
+            return Sums(combined(visit(job, passes, turn)[0], turn.slot, None, sums.rows))
 
-        return summed(job, passes[0], x, first, further, self._single(job, weights))
+        further = functools.partial(self._further, job, plan, more)
+        sums, kept = summed(job, passes[0], Sums(x), first, further, self._single(job, weights))
+        return sums.rows, kept
 
     def backward(
         self,
@@ -242,8 +273,8 @@ class ByRank(Scheme):
         d_arrays = narrowed(d_out, how.gradients)
 
         def visit(
-            job: DispatchSpec, passes: jax.Array, turn: Turn, kept: Any = None
-        ) -> tuple[jax.Array, jax.Array, Any]:
+            job: DispatchSpec, passes: jax.Array, turn: Turn, kept: Any = None, total: jax.Array | None = None
+        ) -> Sums:
             inner = self.inner(job)
 
             def rows() -> jax.Array:
@@ -254,28 +285,32 @@ class ByRank(Scheme):
             d_rows, d_weight, d_params = inner.scheme.backward(
                 inner, passes, turn.plan, kept, rows, turn.weights, params, d
             )
-            d_x, d_weight = self._back(job, turn, d_rows, how.gradients), self._numbers_back(job, plan, turn, d_weight)
-            return d_x, d_weight, jax.tree.map(wide, d_params)
+            d_x = combined(self._back(job, turn, d_rows, how.gradients), turn.slot, None, total)
+            return Sums(d_x, (self._numbers_back(job, plan, turn, d_weight), jax.tree.map(wide, d_params)))
 
-        def first() -> tuple[Any, None]:
+        def first() -> tuple[Sums, None]:
             of = [None] * len(plan.turns) if kept is None else kept
-            return functools.reduce(
-                add, [visit(job, passes[1:], *turn) for turn in zip(plan.turns, of, strict=True)]
-            ), None
+            parts = [visit(job, passes[1:], *turn) for turn in zip(plan.turns, of, strict=True)]
+            return functools.reduce(add, [Sums(wide(part.rows), part.rest) for part in parts]), None
 
-        like = d_out, weights, floats_of(params)
-        return summed(job, passes[0], like, first, lambda: self._further(job, plan, visit), self._single(job, weights))[
-            0
-        ]
+        def more(job: DispatchSpec, passes: jax.Array, turn: Turn, sums: Sums) -> Sums:
+            part = visit(job, passes, turn, None, sums.rows)
+            return Sums(part.rows, add(sums.rest, part.rest))
 
-    def _further(self, job: DispatchSpec, plan: RankPlan, visit: Callable) -> Callable:
-        """Returns what the turns of pass p add, as a function of p. Each is planned, and its passes agreed on, inside."""
+        like = Sums(d_out, (weights, floats_of(params)))
+        further = functools.partial(self._further, job, plan, more)
+        sums, _ = summed(job, passes[0], like, first, further, self._single(job, weights))
+        return sums.rows, *sums.rest
+
+    def _further(self, job: DispatchSpec, plan: RankPlan, more: Callable) -> Callable:
+        """Returns (p, sums) -> the sums with what the turns of pass p add, by `more`. Each is planned, and its passes agreed
+        on, inside."""
         job = replace(job, looped=True)
         inner = self.inner(job)
 
-        def of_turn(q: jax.Array) -> Any:
+        def of_turn(q: jax.Array, sums: Sums) -> Sums:
             turn = self._planned(job, plan, q)
-            return visit(job, passes_of(inner, agreed(inner.scheme.need(inner, turn.plan))), turn)
+            return more(job, passes_of(inner, agreed(inner.scheme.need(inner, turn.plan))), turn, sums)
 
         return over_chunks(job, of_turn)
 
@@ -297,10 +332,9 @@ class ByRank(Scheme):
             return self.dispatch(job, turn, x)
 
     def _back(self, job: DispatchSpec, turn: Turn, x: jax.Array, dtype: str | None = None) -> jax.Array:
-        """Returns for each token the sum of the rows that come back to it from the ranks."""
+        """Returns the rows that come back from the ranks, in their places."""
         with jax.named_scope("combine"):
-            rows = sent(functools.partial(self.combine, job, turn), narrowed(x, dtype), dtype, x)
-        return wide(combined(rows, turn.slot))
+            return sent(functools.partial(self.combine, job, turn), narrowed(x, dtype), dtype, x)
 
     def _numbers_back(self, job: DispatchSpec, plan: RankPlan, turn: Turn, x: jax.Array) -> jax.Array:
         """Returns [M, k], what comes back of numbers that are of the choices of the rows that arrived."""

@@ -16,12 +16,13 @@ import kernels
 from ejdist.experts.cost import limit_of_ranks
 from ejdist.experts.how import DispatchConfig
 from ejdist.experts.metrics import Stats, rank_tokens
+from ejdist.experts.mlp import CLAMPED, GatedExperts
 from ejdist.experts.placed import apply_experts, expert_sharding
 from ejdist.experts.products import expert_mlp, stays
 from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
 from ejdist.layout import Specs, current_layout
-from ejdist.packed import Packed, packed_experts
+from ejdist.packed import Packed
 from ejdist.precision import BF16, PRECISIONS, check_device
 from ejdist.sharded import sharded
 from kernels.framework.binding import is_array, is_float_array
@@ -30,7 +31,6 @@ from kernels.framework.options import check_names, checked
 from kernels.framework.public import module_class
 from kernels.ops.gated_mlp import ACTIVATIONS as PLAIN
 
-CLAMPED = "clamped_swiglu"
 ACTIVATIONS = (*PLAIN, CLAMPED)
 _gated_mlp = sharded(kernels.gated_mlp)
 _ROUTING = frozenset(inspect.signature(route).parameters)
@@ -162,52 +162,16 @@ def _limited(max_ranks: Any, ranks: int, num_experts: int, top_k: int) -> dict[s
     return {"ranks": ranks, "max_ranks": max_ranks} if max_ranks < ranks else {}
 
 
-@functools.cache  # compiled dispatches are cached by this function's identity
 def _expert(activation: str, alpha: float, limit: float, precision: str, platform: str | None) -> Callable:
     """Returns the function (params, rows, rows per expert) -> rows that applies each expert's gated MLP."""
     if precision != BF16:
-        return functools.partial(expert_mlp, activation=activation, platform=platform)
+        return _in_8_bits(activation, platform)
+    return GatedExperts(activation, alpha, limit, platform)
 
-    def halves(both: jax.Array) -> list[jax.Array]:
-        return jnp.split(both, 2, axis=-1)
 
-    def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
-        g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
-        g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
-        return ((u + 1) * g * jax.nn.sigmoid(alpha * g)).astype(gate.dtype)
-
-    def apply(params: dict[str, jax.Array], x: jax.Array, sizes: jax.Array, **gathering: jax.Array) -> jax.Array:
-        """`gathering`: `rows` and `slots` of `kernels.grouped_matmul`, if x are tokens."""
-
-        def product(
-            x: jax.Array, name: str, activation: str | None = None, flat: bool = False, **gathering: jax.Array
-        ) -> jax.Array:
-            w, b = params[name], params.get(f"{name}_bias")
-            if isinstance(w, Packed):
-                out = packed_experts(x, w, b, sizes, platform=platform, **gathering)
-                return (
-                    out
-                    if activation is None
-                    else kernels.gated_activation(*halves(out), activation=activation, platform=platform)
-                )
-            if flat:
-                w, b = w.reshape(*w.shape[:2], -1), b if b is None else b.reshape(b.shape[0], -1)
-            options = {"rhs_bias": b, "activation": activation, "platform": platform}
-            return kernels.grouped_matmul(x, w, sizes, **options, **gathering)
-
-        first = functools.partial(product, x, **gathering)
-        if activation == CLAMPED:
-            if "up" in params:
-                hidden = clamped(first("gate"), first("up"))
-            else:
-                hidden = clamped(*halves(first("gate", flat=True)))
-        elif "up" in params:
-            hidden = first("gate", activation) * first("up")
-        else:
-            hidden = first("gate", activation)
-        return product(hidden, "down")
-
-    return apply
+@functools.cache  # compiled dispatches are cached by this function's identity
+def _in_8_bits(activation: str, platform: str | None) -> Callable:
+    return functools.partial(expert_mlp, activation=activation, platform=platform)
 
 
 @checked

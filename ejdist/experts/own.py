@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import kernels
 from ejdist.costs import Traffic
+from ejdist.experts.apart import Apart, apart_gradients, cotangents
 from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.rows import (
     DispatchSpec,
     Plan,
     Scheme,
+    Sums,
     add,
+    added_to,
     combined,
     over_chunks,
     plan_of,
@@ -30,7 +32,6 @@ from ejdist.experts.rows import (
     within,
 )
 from kernels.framework.binding import is_float_array
-from kernels.framework.dispatch import vary_alike
 
 
 class Pairs(NamedTuple):
@@ -44,6 +45,15 @@ class Pairs(NamedTuple):
     pair: jax.Array
     slot: jax.Array
     sizes: jax.Array
+
+    @property
+    def tokens(self) -> jax.Array:
+        """[S], the token of each pair, -1 for none."""
+        return jnp.where(self.pair < 0, -1, self.pair // self.slot.shape[1])
+
+    @property
+    def places(self) -> dict[str, jax.Array]:
+        return {"sizes": self.sizes, "rows": self.tokens, "slots": self.slot}
 
 
 @dataclass(frozen=True)
@@ -77,18 +87,22 @@ class Local(Scheme):
     ) -> tuple[jax.Array, Any]:
         flat_params = _Params.of(params)
 
-        def visit(q: jax.Array, keep: bool = False) -> tuple[jax.Array, Any]:
+        def made(q: jax.Array, keep: bool = False) -> tuple[Pairs, _Made]:
             w = self.pairs(job, plan, q)
-            applied = _Made.of(job, flat_params, x, w, keep)
-            return wide(combined(applied.y, w.slot, weights)), applied if keep else None
+            return w, _Made.of(job, flat_params, x, w, keep)
 
-        def first() -> tuple[jax.Array, Any]:
-            chunks = [visit(jnp.int32(i), keep) for i in range(job.chunks)]
-            return functools.reduce(add, [out for out, _ in chunks]), [kept for _, kept in chunks] if keep else None
+        def first() -> tuple[Sums, Any]:
+            chunks = [made(jnp.int32(i), keep) for i in range(job.chunks)]
+            rows = functools.reduce(add, [wide(combined(of.y, w.slot, weights)) for w, of in chunks])
+            return Sums(rows), [of for _, of in chunks] if keep else None
 
-        return summed(
-            job, passes[0], x, first, lambda: over_chunks(job, lambda q: visit(q)[0]), self._single(job, weights)
-        )
+        def visit(q: jax.Array, sums: Sums) -> Sums:
+            w, of = made(q)
+            return Sums(combined(of.y, w.slot, weights, sums.rows))
+
+        further = functools.partial(over_chunks, job, visit)
+        sums, kept = summed(job, passes[0], Sums(x), first, further, self._single(job, weights))
+        return sums.rows, kept
 
     def backward(
         self,
@@ -103,29 +117,39 @@ class Local(Scheme):
     ) -> tuple[jax.Array, jax.Array, Any]:
         flat_params = _Params.of(params)
 
-        def visit(q: jax.Array, applied_of: Callable) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        def visit(q: jax.Array, applied_of: Callable, total: jax.Array | None = None) -> Sums:
             w = self.pairs(job, plan, q)
             made = applied_of(w)
-            d_rows, d_weight = cotangents(made.y, d_out, w, weights)
-            d_own, d_rows = made.pull(flat_params, d_rows)
-            d_x = d_rows if job.gathers else combined(d_rows, w.slot)
-            return wide(d_x), d_weight, [wide(a) for a in d_own]
+            if made.hidden is None:
+                d_rows, d_weight = cotangents(made.y, d_out, w, weights)
+                d_own, d_rows = made.pull(flat_params, d_rows)
+                d_x = added_to(total, d_rows) if job.gathers else combined(d_rows, w.slot, None, total)
+            else:
+                d_own, d_x, d_weight = apart_gradients(job.apply, made, flat_params, d_out, w, weights, total)
+            return Sums(d_x, (d_weight, [wide(a) for a in d_own]))
 
         def again() -> Callable:
             tokens = x()
             return lambda w: _Made.of(job, flat_params, tokens, w, True)
 
-        def first() -> tuple[Any, None]:
+        def first() -> tuple[Sums, None]:
             of = [lambda _, made=made: made for made in kept] if kept is not None else [again()] * job.chunks
-            return functools.reduce(add, [visit(jnp.int32(i), of[i]) for i in range(job.chunks)]), None
+            chunks = [visit(jnp.int32(i), of[i]) for i in range(job.chunks)]
+            return functools.reduce(add, [Sums(wide(part.rows), part.rest) for part in chunks]), None
 
         def further() -> Callable:
             made = again()
-            return over_chunks(job, lambda q: visit(q, made))
 
-        like = d_out, weights, flat_params.own
-        (d_x, d_weights, d_own), _ = summed(job, passes[0], like, first, further, self._single(job, weights))
-        return d_x, d_weights, flat_params.tree_of(d_own)
+            def more(q: jax.Array, sums: Sums) -> Sums:
+                part = visit(q, made, sums.rows)
+                return Sums(part.rows, add(sums.rest, part.rest))
+
+            return over_chunks(job, more)
+
+        like = Sums(d_out, (weights, flat_params.own))
+        sums, _ = summed(job, passes[0], like, first, further, self._single(job, weights))
+        d_weights, d_own = sums.rest
+        return sums.rows, d_weights, flat_params.tree_of(d_own)
 
     @staticmethod
     def _single(job: DispatchSpec, weights: jax.Array) -> bool:
@@ -142,28 +166,6 @@ class Local(Scheme):
         return shape.rows
 
 
-def cotangents(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of `combined(rows, pairs.slot, weights)`: of rows, in their dtype, and of weights [M, k]."""
-
-    def plain(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weight = jnp.where(pairs.pair >= 0, weights.reshape(-1)[jnp.maximum(pairs.pair, 0)], 0)
-        d = taken(d, pairs.pair, weights.shape[1])
-        d_weights = jnp.sum(wide(rows) * wide(d), axis=1)
-        d_weights = jnp.where(pairs.slot >= 0, d_weights[jnp.maximum(pairs.slot, 0)], 0)
-        return (wide(d) * weight[:, None]).astype(rows.dtype), d_weights
-
-    def by_kernel(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def total(rows: jax.Array, weights: jax.Array) -> jax.Array:
-            return kernels.combine_rows(rows, pairs.slot, pairs.pair, weights)
-
-        d_rows, d_weights = jax.vjp(total, rows, weights)[1](d.astype(rows.dtype))
-        return d_rows, wide(d_weights)
-
-    # Rows may be parts of sums over other axes. Then gradients of weights are, too, and whoever asked adds them up.
-    rows, d, weights = vary_alike((rows, d, weights))
-    return lax.platform_dependent(rows, d, pairs, weights, cuda=by_kernel, default=plain)
-
-
 class _Params(NamedTuple):
     """The params of `apply`, their floats apart."""
 
@@ -175,6 +177,11 @@ class _Params(NamedTuple):
     def of(cls, params: Any) -> _Params:
         leaves, tree = jax.tree.flatten(params)
         return cls(leaves, [i for i, leaf in enumerate(leaves) if is_float_array(leaf)], tree)
+
+    def place(self, name: str) -> int:
+        """Returns which of the floats is params[name]."""
+        leaf = self.whole(self.own)[name]
+        return next(i for i, own in enumerate(self.own) if own is leaf)
 
     @property
     def own(self) -> list[jax.Array]:
@@ -196,31 +203,51 @@ def floats_of(params: Any) -> Any:
     return flat.tree_of(flat.own)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("y", "leaves"), meta_fields=("tree", "params"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("y", "leaves", "hidden", "x", "kept"), meta_fields=("tree", "params")
+)
 @dataclass(frozen=True)
 class _Made:
     """The experts' outputs and their residuals, without the params.
 
     Attributes:
       y: [R, D']. leaves: of the pullback `tree`, without those that are params. params: (its leaf, which param) of these.
+      hidden: what the last product multiplies, where `apply` has that apart; the pullback is then of this alone.
+      x, kept: where this is a gated product: the tokens, and what its backward takes. There is no pullback.
     """
 
     y: jax.Array
     leaves: list[jax.Array]
     tree: Any
     params: tuple[tuple[int, int], ...]
+    hidden: Any = None
+    x: Any = None
+    kept: Any = None
 
     @classmethod
     def of(cls, job: DispatchSpec, params: _Params, x: jax.Array, pairs: Pairs, keep: bool) -> _Made:
         """Args: x: the tokens [M, D] that the pairs are of."""
         rows = x if job.gathers else taken(x, pairs.pair, pairs.slot.shape[1])
+        named = params.whole(params.own)
         if not keep:
-            return cls(_applied(job, params.whole(params.own), rows, pairs), [], None, ())
-        y, pull = jax.vjp(lambda arrays, rows: _applied(job, params.whole(arrays), rows, pairs), params.own, rows)
+            return cls(_applied(job, named, rows, pairs), [], None, ())
+        apply = job.apply if job.gathers and isinstance(job.apply, Apart) and job.apply.is_product(named) else None
+        if apply is not None and apply.gated(named) is not None:
+            hidden, kept = apply.hidden_keeping(named, x, pairs.places)
+            return cls(apply.last(named, hidden, pairs.sizes), [], None, (), hidden, x, kept)
+
+        def function(arrays: list[jax.Array], rows: jax.Array) -> jax.Array:
+            whole = params.whole(arrays)
+            return _applied(job, whole, rows, pairs) if apply is None else apply.hidden(whole, rows, pairs.places)
+
+        y, pull = jax.vjp(function, params.own, rows)
         leaves, tree = jax.tree.flatten(pull)
         index_of = {id(leaf): i for i, leaf in enumerate(params.leaves)}
         again = tuple((i, index_of[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in index_of)
-        return cls(y, [leaf for leaf in leaves if id(leaf) not in index_of], tree, again)
+        leaves = [leaf for leaf in leaves if id(leaf) not in index_of]
+        if apply is not None:
+            return cls(apply.last(named, y, pairs.sizes), leaves, tree, again, y)
+        return cls(y, leaves, tree, again)
 
     def pull(self, params: _Params, d: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         rest, param_of = iter(self.leaves), dict(self.params)
@@ -233,8 +260,7 @@ class _Made:
 def _applied(job: DispatchSpec, params: Any, x: jax.Array, pairs: Pairs) -> jax.Array:
     count = pairs.pair.size
     if job.gathers:
-        tokens = jnp.where(pairs.pair < 0, -1, pairs.pair // pairs.slot.shape[1])
-        y = job.apply(params, x, pairs.sizes, rows=tokens, slots=pairs.slot)
+        y = job.apply(params, x, pairs.sizes, rows=pairs.tokens, slots=pairs.slot)
     else:
         y = job.apply(params, x, pairs.sizes)
     if y.ndim != 2 or y.shape[0] != count:

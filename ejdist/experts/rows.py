@@ -30,7 +30,7 @@ class DispatchSpec:
     """The settings of an exchange, the same on all ranks.
 
     Attributes:
-      apply: (params, rows [R, D], group_sizes [E / ranks]) -> rows [R, D'].
+      apply: (params, rows [R, D], group_sizes [E / ranks]) -> rows [R, D']; it may be `apart.Apart`.
       axis: mesh axes that the experts are sharded over, the major one first; () for one device.
       num_experts: of all ranks of the axis.
       rooms: rows that a chunk of a pass has room for, see `Costed.rooms`.
@@ -122,54 +122,74 @@ def agreed(rows: jax.Array) -> jax.Array:
     return lax.pmax(rows, tuple(sorted(axes, key=str))) if axes else rows
 
 
+class Sums(NamedTuple):
+    """What passes add up.
+
+    Attributes:
+      rows: [M, D], sums of rows, in their own dtype: a pass adds to those of its tokens in float32, and leaves the others as
+        they are. None of no pass, to which the first adds.
+      rest: other arrays, in float32 while there are more passes.
+    """
+
+    rows: Any
+    rest: Any = ()
+
+
 def summed(
-    job: DispatchSpec, passes: jax.Array, like: Any, first: Callable, further: Callable, single: bool = False
-) -> tuple[Any, Any]:
-    """Returns (first + part(1) + ... + part(passes - 1), part = further(), in the dtypes of `like`; what first() has beside).
+    job: DispatchSpec, passes: jax.Array, like: Sums, first: Callable, further: Callable, single: bool = False
+) -> tuple[Sums, Any]:
+    """Returns (the sums of all passes, in the dtypes of `like`; what first() has beside).
 
     The first is outside of the loop, so that the compiler may overlap it with what is around, and most steps need no other:
     then no float32 copy of it is allocated. A looped job is inside a loop itself, and so are all of its passes.
 
     Args:
-      first: () -> (the first pass, something beside). single: no other pass is ever needed.
+      first: () -> (the first pass, something beside). further: () -> (p, sums) -> the sums with those of pass p.
+      single: no other pass is ever needed.
     """
 
-    def narrow(total: Any) -> Any:
-        return jax.tree.map(lambda a, b: a.astype(b.dtype), total, like)
+    def narrow(sums: Sums) -> Sums:
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), sums, like)
 
-    def loop(start: int, total: Any) -> Any:
+    def loop(start: int, sums: Sums) -> Sums:
         part = further()
 
         def more(state: Any) -> Any:
-            i, total = state
-            return i + 1, add(total, part(i))
+            i, sums = state
+            return i + 1, part(i, sums)
 
-        return narrow(lax.while_loop(lambda state: state[0] < passes, more, (jnp.int32(start), total))[1])
+        return narrow(lax.while_loop(lambda state: state[0] < passes, more, (jnp.int32(start), sums))[1])
 
     if job.looped and not single:
-        return loop(0, jax.tree.map(_zeros, jax.eval_shape(further(), jnp.int32(0)))), None
-    total, beside = first()
-    total = narrow(total)
+        nothing = Sums(None, jax.tree.map(lambda a: jnp.zeros(a.shape, wide(a).dtype), like.rest))
+        return loop(0, jax.tree.map(_zeros, jax.eval_shape(further(), jnp.int32(0), nothing))), None
+    sums, beside = first()
+    sums = narrow(sums)
     if single:
-        return total, beside
+        return sums, beside
 
     def others(state: Any) -> Any:
-        return jnp.zeros_like(passes, bool), loop(1, jax.tree.map(wide, state[1]))
+        sums = state[1]
+        return jnp.zeros_like(passes, bool), loop(1, Sums(sums.rows, jax.tree.map(wide, sums.rest)))
 
     # A loop of at most one round, and no `cond`: a branch that returns its operands copies them.
-    return lax.while_loop(lambda state: state[0], others, (passes > 1, total))[1], beside
+    return lax.while_loop(lambda state: state[0], others, (passes > 1, sums))[1], beside
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns zeros that vary over the axes of a `shard_map` that the array itself would vary over."""
-    zeros = jnp.zeros(shape.shape, jnp.promote_types(shape.dtype, jnp.float32))
-    kind = getattr(shape, "manual_axis_type", None)
+    zeros, kind = jnp.zeros(shape.shape, shape.dtype), getattr(shape, "manual_axis_type", None)
     axes = () if kind is None else tuple(sorted(kind.varying, key=str))
     return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
 def add(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
+
+
+def added_to(total: jax.Array | None, rows: jax.Array) -> jax.Array:
+    """Returns the sum, added in float32, in the dtype of the total."""
+    return rows if total is None else (wide(total) + wide(rows)).astype(total.dtype)
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -220,50 +240,69 @@ def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
 
 def spread(x: jax.Array, pair: jax.Array, slot: jax.Array) -> jax.Array:
     """Returns the same as `taken`, where slot [M, k] is the inverse of `pair`: the place of each pair that has one, else -1.
+    Rows of no pair may hold anything.
 
     On NVIDIA GPUs a row is read once and written to all of its places: by place, rows would be read for each.
     """
     by_place = functools.partial(taken, top_k=slot.shape[1])
 
     def by_token(x: jax.Array, pair: jax.Array, slot: jax.Array) -> jax.Array:
-        # What is sent is the gradient of a plain sum.
-        like = vary_alike(jnp.zeros((len(pair), x.shape[1]), x.dtype), x)
-        return jax.vjp(lambda rows: kernels.combine_rows(rows, slot, pair), like)[1](x)[0]
+        # What is sent is the gradient of a plain sum. No place is said to be of no token, as its row would be zeroed.
+        like, some = vary_alike(jnp.zeros((len(pair), x.shape[1]), x.dtype), x), jnp.maximum(pair, 0)
+        return jax.vjp(lambda rows: kernels.combine_rows(rows, slot, some), like)[1](x)[0]
 
     if x.ndim != 2 or str(x.dtype) not in SPREAD:
         return by_place(x, pair)
     return lax.platform_dependent(x, pair, slot, cuda=by_token, default=lambda x, pair, slot: by_place(x, pair))
 
 
-def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Returns the weighted sum of each token's rows, added in float32, in their dtype, without materialising [M, k, D]."""
+def combined(
+    rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None, total: jax.Array | None = None
+) -> jax.Array:
+    """Returns the weighted sum of each token's rows, added in float32, in their dtype, without materialising [M, k, D]; with
+    `total` [M, D], of their dtype, added to that."""
 
-    def total(rows: jax.Array, slot: jax.Array, weights: jax.Array | None, after: Callable = lambda x: x) -> jax.Array:
-        total: Any = 0
+    def added(
+        rows: jax.Array,
+        slot: jax.Array,
+        weights: jax.Array | None,
+        total: jax.Array | None,
+        after: Callable = lambda x: x,
+    ) -> jax.Array:
+        sums: Any = 0 if total is None else wide(total)
         for j in range(slot.shape[1]):
             row = wide(rows[jnp.maximum(slot[:, j], 0)])
             row = row if weights is None else row * weights[:, j, None].astype(row.dtype)
-            total, slot = after((total + jnp.where((slot[:, j] >= 0)[:, None], row, 0), slot))
-        return total.astype(rows.dtype)
+            sums, slot = after((sums + jnp.where((slot[:, j] >= 0)[:, None], row, 0), slot))
+        return sums.astype(rows.dtype)
 
-    def by_kernel(rows: jax.Array, slot: jax.Array, weights: jax.Array | None) -> jax.Array:
+    if total is not None and total.dtype != rows.dtype:
+        return combined(rows, slot, weights, total.astype(rows.dtype)).astype(total.dtype)
+
+    def by_kernel(rows: jax.Array, slot: jax.Array, weights: Any, total: Any) -> jax.Array:
         no_inverse = jnp.full(rows.shape[:1], -1, jnp.int32)  # which only its gradient needs
-        return kernels.combine_rows(rows, slot, no_inverse, weights)
+        return kernels.combine_rows(rows, slot, no_inverse, weights, total)
 
-    def in_parts(rows: jax.Array, slot: jax.Array, weights: jax.Array | None) -> jax.Array:
+    def in_parts(rows: jax.Array, slot: jax.Array, weights: Any, total: Any) -> jax.Array:
         # XLA for TPUs does not fuse a gather into a sum, so all gathers would be materialised at once. The barrier makes one
         # after the other; in parts their float32 sums are small.
         parts = math.gcd(slot.shape[0], 16)
-        split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (slot, weights))
-        sums = lax.map(lambda part: total(rows, *part, after=lax.optimization_barrier), split)
+        split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (slot, weights, total))
+        sums = lax.map(lambda part: added(rows, *part, after=lax.optimization_barrier), split)
         return sums.reshape(-1, rows.shape[1])
 
-    return lax.platform_dependent(rows, slot, weights, tpu=in_parts, cuda=by_kernel, default=total)
+    return lax.platform_dependent(rows, slot, weights, total, tpu=in_parts, cuda=by_kernel, default=added)
 
 
 def over_chunks(job: DispatchSpec, visit: Callable) -> Callable:
-    """Returns the sum of the chunks of pass p, as a function of p."""
-    return lambda p: functools.reduce(add, [visit(p * job.chunks + i) for i in range(job.chunks)])
+    """Returns (p, sums) -> the sums with those of all chunks of pass p; visit is the same for a chunk, numbered through."""
+
+    def of_pass(p: jax.Array, sums: Sums) -> Sums:
+        for i in range(job.chunks):
+            sums = visit(p * job.chunks + i, sums)
+        return sums
+
+    return of_pass
 
 
 # Each chunk of a pass is in the program by itself, so a program of many is as many times as large, and thousands are never

@@ -355,7 +355,7 @@ class Op:
                 gradient, refusal = None, str(error)
             return execute.compiled(self, call, primal, gradient, refusal)
 
-        return self._program("forward", call, platform, cfg, make)(call.traced())
+        return self.program("forward", call, platform, cfg, make)(call.traced())
 
     def backward(
         self, saved: Mapping[str, Any], *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any
@@ -367,9 +367,9 @@ class Op:
         def make() -> Callable:
             return execute.compiled_backward(self, call, self.plan(call, platform, cfg, differentiated=True))
 
-        return self._program("backward", call, platform, cfg, make)(dict(saved), call.traced())
+        return self.program("backward", call, platform, cfg, make)(dict(saved), call.traced())
 
-    def _program(self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable]) -> Callable:
+    def program(self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable]) -> Callable:
         """Returns the jitted function for calls of one kind. The backends and configurations chosen for the first such
         call are reused until something that the choice depends on changes."""
         self.check_asked(platform, cfg)

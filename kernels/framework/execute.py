@@ -294,6 +294,20 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
     return _jitted(run)
 
 
+def compiled_forward(op: Operation, call: Call, plan: Plan) -> Callable:
+    """Returns the jitted function arrays -> (outputs, what backends keep) for one plan and one set of static options. It is not
+    differentiated."""
+    static = call.static()
+    contract = _contract_of(op, static, False)
+
+    def run(traced: dict[str, Any]) -> Any:
+        _check_mesh(op, traced)
+        return _run_forward(op, plan, static, contract, vary_alike(traced), bool(plan.kept))
+
+    run.__name__ = op.name
+    return _jitted(run)
+
+
 def compiled_backward(op: Operation, call: Call, plan: Plan) -> Callable:
     """Returns the jitted function (saved, arrays) -> gradients for one plan and one set of static options."""
     static = call.static()

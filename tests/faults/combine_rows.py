@@ -3,6 +3,7 @@
 from faults import Fault
 
 COMBINE = "tests/kernels/test_combine_rows.py"
+WEIGHING = "tests/kernels/test_weighing.py"
 HOPPER = "tests/kernels/test_grouped_matmul_hopper.py -k gathered"
 
 FAULTS = (
@@ -40,6 +41,34 @@ FAULTS = (
         "($d * $weight).to($d_rows_ptr.dtype.element_ty)",
         "$d.to($d_rows_ptr.dtype.element_ty)",
         f"{COMBINE} -k numpys",
+    ),
+    Fault(
+        "combine, Triton: a token without a row in its first slot is not added to",
+        "combine_rows/triton_gpu:add_rows_kernel",
+        "tl.maximum($most, $slots[$j])",
+        "$most",
+        f"{COMBINE} -k total",
+    ),
+    Fault(
+        "combine, Triton: what is added to is not read",
+        "combine_rows/triton_gpu:add_rows_kernel",
+        "tl.load(total_ptr + token * D + cols, mask=cols < D, other=0.0)",
+        "tl.load(total_ptr + token * D + cols, mask=cols < 0, other=0.0)",
+        f"{COMBINE} -k total",
+    ),
+    Fault(
+        "weighed rows, Triton: the gradient of a weight is of the weighed cotangent",
+        "matmul/weighing_triton:weigh_rows_kernel",
+        "total += d * x",
+        "total += w_d * x",
+        WEIGHING,
+    ),
+    Fault(
+        "weighed rows, Triton: the cotangent of the up projection has no weight",
+        "matmul/weighing_triton:weigh_rows_kernel",
+        "w_d * act",
+        "d * act",
+        WEIGHING,
     ),
     Fault(
         "order by group, Triton: the first entry of a group in a block is not taken away",

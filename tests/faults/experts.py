@@ -145,9 +145,9 @@ FAULTS = (
     Fault("experts: jitter makes tokens larger alone", "route", "1 - $jitter", "1.0", f"{TESTS} -k jitter"),
     Fault(
         "experts: up has no limit below",
-        "_expert.clamped",
-        "jnp.clip($u, -$limit, $limit)",
-        "jnp.minimum($u, $limit)",
+        "GatedExperts._clamped",
+        "jnp.clip($u, -$self.limit, $self.limit)",
+        "jnp.minimum($u, $self.limit)",
         f"{TESTS} -k gpt_oss",
     ),
     Fault(

@@ -7,6 +7,7 @@ COSTS = "tests/test_experts_costs.py"
 EP = f"{TESTS} -k 'any_route and ep-all_to_all'"
 TP = f"{TESTS} -k 'any_route and tp'"
 ONE = f"{TESTS} -k one_device"
+APART = "tests/test_experts_apart.py"
 BY_RANK = "tests/test_experts_by_rank.py"
 FP8 = f"{BY_RANK} -k 'oracle and all_to_all'"
 
@@ -20,7 +21,7 @@ FAULTS = (
         "jnp.pad($plan.pairs, (0, $room))",
         f"{TESTS} -k places_of",
     ),
-    Fault("a pair of another pass is combined", "combined.total", "$slot[:, $j] >= 0", "$slot[:, $j] >= -1", EP),
+    Fault("a pair of another pass is combined", "combined.added", "$slot[:, $j] >= 0", "$slot[:, $j] >= -1", EP),
     Fault(
         "experts of gathered tokens are those of rank 0",
         "AllGather.plan",
@@ -68,8 +69,8 @@ FAULTS = (
     Fault(
         "a TPU makes the rows of all choices, then adds them",
         "combined",
-        "total($rows, *$part, after=lax.optimization_barrier)",
-        "total($rows, *$part, after=lambda x: x)",
+        "added($rows, *$part, after=lax.optimization_barrier)",
+        "added($rows, *$part, after=lambda x: x)",
         f"{COSTS} -m slow -k 'on_a_tpu and 8-0.25-all_gather'",
     ),
     Fault(
@@ -87,15 +88,15 @@ FAULTS = (
         f"{TESTS} -k no_room_is_dropped",
     ),
     Fault("a pass repeats the one before", "over_chunks", "$p * $job.chunks", "($p - $p % 2) * $job.chunks", EP),
-    Fault("combine without weights", "Local.forward.visit", "combined($$args, $weights)", "combined($$args)", EP),
+    Fault("combine without weights", "Local.forward.first", "combined($$args, $weights)", "combined($$args)", EP),
     Fault(
         "gradient of a weight misses the rows",
-        "cotangents.plain",
+        "apart:_cotangents",
         "wide($rows) * wide($d)",
         "wide($rows) ** 2",
         EP,
     ),
-    Fault("gradient of rows without weights", "cotangents.plain", "wide($d) * $weight[:, None]", "wide($d)", EP),
+    Fault("gradient of rows without weights", "apart:_cotangents", "wide($d) * $weight[:, None]", "wide($d)", EP),
     Fault(
         "a chunk has what another one kept",
         "ByRank.backward.first",
@@ -155,17 +156,59 @@ FAULTS = (
     ),
     Fault(
         "a place without a row has the first expert",
-        "ByRank._planned",
+        "by_rank:_by_choice",
         "$local.astype($weights.dtype) + 1",
         "$local.astype($weights.dtype)",
         EP,
     ),
     Fault(
         "choices are numbered from the first rank on",
-        "ByRank._planned",
-        "$rank[:, None] * $inner.num_experts",
+        "by_rank:_by_choice",
+        "$rank[:, None] * $own",
         "0 * $rank[:, None]",
         EP,
+    ),
+    Fault(
+        "by column a token's choices of one rank do not come after those of others",
+        "by_rank:_by_column",
+        "$first + $plan.number",
+        "$plan.number",
+        f"{APART} -k by_column",
+    ),
+    Fault(
+        "by index the matrices' gradient is of rows that are not weighed",
+        "apart:by_index",
+        "pull(weighed.rows)",
+        "pull(made.hidden)",
+        f"{APART} -k 'by_index and xla'",
+    ),
+    Fault(
+        "by index further passes begin anew",
+        "apart:by_index",
+        "added_to($total, $d_x)",
+        "$d_x",
+        f"{APART} -k 'by_index and xla'",
+    ),
+    Fault(
+        "by index, with kernels, further passes begin anew",
+        "apart:by_index",
+        "combined(apply.turned_gate($params, $weighed.d, $pairs.sizes), $pairs.slot, None, $total)",
+        "combined(apply.turned_gate($params, $weighed.d, $pairs.sizes), $pairs.slot, None, None)",
+        f"{APART} -k 'by_index and triton'",
+    ),
+    Fault(
+        "a further pass of experts forgets those before",
+        "Local.forward.visit",
+        "combined($of.y, $w.slot, $weights, $sums.rows)",
+        "combined($of.y, $w.slot, $weights)",
+        f"{APART} -k one_device",
+    ),
+    Fault(
+        "rows go out to the places of another choice",
+        "rows:spread.by_token",
+        "kernels.combine_rows($rows, $slot, $some)",
+        "kernels.combine_rows($rows, $slot[:, ::-1], jnp.roll($some, 1))",
+        f"{BY_RANK} -k all_their_places",
     ),
     Fault(
         "the weights of a token are its choices",

@@ -108,7 +108,7 @@ FAULTS = (
     ),
     Fault(
         "the gate and the up projection of packed experts are swapped",
-        "experts/layer:_expert.halves",
+        "experts/mlp:_halves",
         "jnp.split($both, 2, axis=-1)",
         "jnp.split($both, 2, axis=-1)[::-1]",
         f"{TESTS} -k a_mixture_of",

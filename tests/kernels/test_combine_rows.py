@@ -63,6 +63,27 @@ def test_a_sum_is_numpys_whatever_lies_elsewhere(platform):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+def test_rows_are_added_to_a_total(platform):
+    """Rows in any of the slots, or in none: then the total stays as it is, in bfloat16 too."""
+    rows, total, weights = (jnp.asarray(RNG.standard_normal(s), jnp.bfloat16) for s in ((9, 48), (5, 48), (5, 3)))
+    slots = np.array([[3, -1, 0], [-1, -1, -1], [-1, 7, -1], [-1, -1, 8], [-1, -1, -1]])
+
+    def run(rows, total):
+        return combine_rows(rows, jnp.int32(slots), weights=weights, total=total, platform=platform)
+
+    with interpret():
+        got, pull = jax.vjp(run, rows, total)
+        d_rows, d_total = pull(total)
+    wide = [np.asarray(a, np.float32) for a in (rows, total, weights)]
+    want = wide[1].copy()
+    for t, j in np.argwhere(slots >= 0):
+        want[t] += wide[2][t, j] * wide[0][slots[t, j]]
+    np.testing.assert_array_equal(got, jnp.asarray(want, jnp.bfloat16))
+    np.testing.assert_array_equal(d_total, total)
+    assert d_rows.shape == rows.shape and not np.asarray(d_rows[1], np.float32).any()
+
+
 ROWS, SLOTS = np.ones((4, 8), np.float32), np.zeros((2, 2), np.int32)
 
 
@@ -91,6 +112,10 @@ def test_sparse_slots(weighted):
         (
             lambda: combine_rows(ROWS, SLOTS, weights=ROWS),
             r"argument 'weights' must be a float array of the shape \(2, 2\)",
+        ),
+        (
+            lambda: combine_rows(ROWS, SLOTS, total=ROWS),
+            r"argument 'total' must be an array of float32 of shape \(2, 8\), \[tokens, D\]",
         ),
         (
             lambda: combine_rows(ROWS, SLOTS + 4),

@@ -43,7 +43,13 @@ def _check_places(slots: Any, pairs: Any, rows: Any) -> None:
 
 
 @public(op)
-def combine_rows(rows: jax.Array, slots: Any, pairs: Any = None, weights: jax.Array | None = None) -> Prepared:
+def combine_rows(
+    rows: jax.Array,
+    slots: Any,
+    pairs: Any = None,
+    weights: jax.Array | None = None,
+    total: jax.Array | None = None,
+) -> Prepared:
     """Returns out[t] = sum over j of weights[t, j] * rows[slots[t, j]], [tokens, D] in the dtype of rows, added in float32 in
     the order of j.
 
@@ -52,9 +58,11 @@ def combine_rows(rows: jax.Array, slots: Any, pairs: Any = None, weights: jax.Ar
       slots: int [tokens, k], the rows of each token; -1 for none. No row may be in two of them.
       pairs: int [M], the inverse: pairs[slots[t, j]] = t * k + j; -1 for a row that no token has. Computed if it is not passed.
       weights: float [tokens, k]; None for a plain sum.
+      total: [tokens, D] in the dtype of rows, to which the first row is added. On NVIDIA GPUs the result is written over it, if
+        nothing else reads it, and tokens without a row are not touched.
 
-    rows and weights have gradients, which are gathers: nothing is added in an order that is not fixed. Values of slots and
-    pairs that are traced, or on an accelerator, are not checked: a slot past the last row then reads the last one, and a row in
+    rows, weights and total have gradients, which are gathers: nothing is added in an order that is not fixed. Slots and pairs
+    that are traced, or on an accelerator, are not checked: a slot past the last row then reads the last one, and a row in
     two slots, or pairs that are not the inverse, get a wrong gradient.
 
     Raises:
@@ -74,10 +82,17 @@ def combine_rows(rows: jax.Array, slots: Any, pairs: Any = None, weights: jax.Ar
         raise _refuse("pairs", f"must be integers [M] = {rows.shape[:1]}, the inverse of 'slots', got {_got(pairs)}")
     if weights is not None and (not is_float_array(weights) or weights.shape != slots.shape):
         raise _refuse("weights", f"must be a float array of the shape {slots.shape} of 'slots', got {_got(weights)}")
+    if total is not None and (
+        not is_float_array(total) or (total.shape, total.dtype) != ((slots.shape[0], rows.shape[1]), rows.dtype)
+    ):
+        raise _refuse(
+            "total",
+            f"must be an array of {rows.dtype} of shape {(slots.shape[0], rows.shape[1])}, [tokens, D], got {_got(total)}",
+        )
     _check_places(slots, pairs, rows.shape[0])
     slots = jnp.asarray(slots).astype(jnp.int32)
     if pairs is None:
         flat = jnp.where(slots < 0, rows.shape[0], slots).reshape(-1)
         index = jnp.arange(slots.size, dtype=jnp.int32)
         pairs = jnp.full(rows.shape[:1], -1, jnp.int32).at[flat].set(index, mode="drop")
-    return Prepared(op.bind(rows, slots, jnp.asarray(pairs).astype(jnp.int32), weights))
+    return Prepared(op.bind(rows, slots, jnp.asarray(pairs).astype(jnp.int32), weights, total))

@@ -39,6 +39,7 @@ def combine_rows(
     slots: Int[Array, "tokens C"],
     pairs: Int[Array, " M"],
     weights: Float[Array, "tokens C"] | None = None,
+    total: Float[Array, "tokens D"] | None = None,
 ) -> Float[Array, "tokens D"]:
     """Returns out[t] = sum over j of weights[t, j] * rows[slots[t, j]], in the dtype of rows, added in float32.
 
@@ -47,9 +48,10 @@ def combine_rows(
       pairs: the inverse: pairs[slots[t, j]] = t * C + j, and -1 for a row that no token has, whose gradient is 0. The backward
         reads it.
       weights: None for a plain sum.
+      total: what is added to, first.
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    total = jnp.zeros((slots.shape[0], rows.shape[1]), wide)
+    total = jnp.zeros((slots.shape[0], rows.shape[1]), wide) if total is None else total.astype(wide)
     for j in range(slots.shape[1]):
         row = rows[jnp.maximum(slots[:, j], 0)].astype(wide)
         row = row if weights is None else row * weights[:, j, None].astype(wide)
@@ -61,7 +63,7 @@ def work(call: Call) -> tuple[Work, Work]:
     """Returns the work of both directions, if tokens have all rows: each is read once, and its gradient written once."""
     indices, out = nbytes(call.slots, call.weights), nbytes(call.rows) // call.dims["M"] * call.dims["tokens"]
     terms = call.slots.size * call.dims["D"]
-    forward = Work(2 * terms, nbytes(call.rows) + indices + out)
+    forward = Work(2 * terms, nbytes(call.rows, call.total) + indices + out)
     weighted = call.weights is not None
     # Without weights a row's gradient is its token's, and no row is read.
     moved = nbytes(call.rows) * (1 + weighted) + indices + nbytes(call.pairs) + out + nbytes(call.weights)
@@ -69,9 +71,9 @@ def work(call: Call) -> tuple[Work, Work]:
 
 
 def autotune_key(call: Call) -> str:
-    """Returns the measurement key of a call: whether there are weights, and how wide and how many rows are."""
+    """Returns the measurement key of a call: whether there are weights, and a total, and how wide and how many rows are."""
     D, C = call.dims["D"], call.dims["C"]
-    weighted = "weighted" if call.weights is not None else "plain"
+    weighted = ("weighted" if call.weights is not None else "plain") + ("" if call.total is None else " added")
     return f"{call.dtype} {weighted} k{C} width{bucket(D, 1024, 4096)}"
 
 
@@ -114,11 +116,13 @@ op = Op(
     config=CombineRowsConfig,
     cases=(
         _case("small", "smoke", "code", M=22, D=16, tokens=9, C=2),
-        _case("plain", arrays=(), M=24, D=40, tokens=8, C=3),
+        _case("plain", "code", arrays=(), M=24, D=40, tokens=8, C=3),
         _case("few_rows", M=13, D=520, tokens=7, C=4),
+        _case("added", "code", arrays=("weights", "total"), M=11, D=48, tokens=6, C=3),
         _case("qwen3_30b", "bench", "code", M=262144, D=2048, tokens=32768, C=8),
         _case("qwen3_30b_plain", "bench", arrays=(), M=262144, D=2048, tokens=32768, C=8),
         _case("deepseek_v3", "bench", M=131072, D=7168, tokens=16384, C=8),
     ),
     work=work,
+    same_dtype=("rows", "total"),
 )

@@ -57,6 +57,31 @@ def combine_rows_fwd_kernel(
 
 
 @triton.jit
+def add_rows_kernel(
+    rows_ptr,  # [M, D]
+    slots_ptr,  # [tokens, TOP_K]
+    weights_ptr,  # [tokens, TOP_K] or None
+    total_ptr,  # [tokens, D], read and written
+    D: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Adds a token's rows to what is there. One that has none is left as it is."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    slots = _slots(slots_ptr, token, TOP_K)
+    most = slots[0]
+    for j in tl.static_range(1, TOP_K):
+        most = tl.maximum(most, slots[j])
+    if most >= 0:
+        total = tl.load(total_ptr + token * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+        for j in tl.static_range(TOP_K):
+            if slots[j] >= 0:
+                total = _add_row(total, rows_ptr, weights_ptr, slots[j], token * TOP_K + j, cols, D)
+        tl.store(total_ptr + token * D + cols, total.to(total_ptr.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
 def _zero_unused(
     pairs_ptr, d_rows_ptr, token, M: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -124,41 +149,35 @@ def combine_rows_bwd_kernel(
     _zero_unused(pairs_ptr, d_rows_ptr, token, M, D, TOKENS, BLOCK_D)
 
 
-def forward(rows, slots, pairs, weights, cfg):
+def forward(rows, slots, pairs, weights, total, cfg):
     D, (tokens, top_k) = rows.shape[1], slots.shape
-    (out,) = triton_launch(
-        combine_rows_fwd_kernel,
-        rows,
-        slots.astype(jnp.int32),
-        weights,
-        out_shape=(jax.ShapeDtypeStruct((tokens, D), rows.dtype),),
-        grid=(tokens, triton.cdiv(D, cfg.block_d)),
-        num_warps=cfg.num_warps,
-        work=work(op.bind(rows, slots, pairs, weights))[0],
-        D=D,
-        TOP_K=top_k,
-        SPARSE=_sparse(rows, slots),
-        BLOCK_D=cfg.block_d,
-    )
-    return out
+    arrays = rows, slots.astype(jnp.int32), weights
+    how = {
+        "out_shape": (jax.ShapeDtypeStruct((tokens, D), rows.dtype),), "grid": (tokens, triton.cdiv(D, cfg.block_d)),
+        "num_warps": cfg.num_warps, "work": work(op.bind(rows, slots, pairs, weights, total))[0],
+        "D": D, "TOP_K": top_k, "BLOCK_D": cfg.block_d,
+    }  # fmt: skip
+    if total is not None:
+        at = sum(x is not None for x in arrays)
+        return triton_launch(add_rows_kernel, *arrays, total, input_output_aliases={at: 0}, **how)[0]
+    return triton_launch(combine_rows_fwd_kernel, *arrays, SPARSE=_sparse(rows, slots), **how)[0]
 
 
-def backward(saved, rows, slots, pairs, weights, cfg):
+def backward(saved, rows, slots, pairs, weights, total, cfg):
     (M, D), (tokens, top_k) = rows.shape, slots.shape
-    d_rows = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+    d_rows, of_total = jax.ShapeDtypeStruct(rows.shape, rows.dtype), {} if total is None else {"total": saved.d_out}
     places = slots.astype(jnp.int32), pairs.astype(jnp.int32)
     how = {
-        "grid": (tokens,), "num_warps": cfg.backward_num_warps, "work": work(op.bind(rows, slots, pairs, weights))[1],
+        "grid": (tokens,), "num_warps": cfg.backward_num_warps, "work": work(op.bind(rows, slots, pairs, weights, total))[1],
         "M": M, "D": D, "TOKENS": tokens, "TOP_K": top_k, "BLOCK_D": cfg.backward_block_d,
     }  # fmt: skip
     if weights is None:
         (d_rows,) = triton_launch(spread_rows_kernel, *places, saved.d_out, out_shape=(d_rows,), **how)
-        return {"rows": d_rows}
+        return {"rows": d_rows} | of_total
     shapes = d_rows, jax.ShapeDtypeStruct(slots.shape, jnp.float32)
-    d_rows, d_weights = triton_launch(
-        combine_rows_bwd_kernel, rows, *places, weights, saved.d_out, out_shape=shapes, **how
-    )
-    return {"rows": d_rows, "weights": d_weights}
+    arrays = rows, *places, weights, saved.d_out
+    d_rows, d_weights = triton_launch(combine_rows_bwd_kernel, *arrays, out_shape=shapes, **how)
+    return {"rows": d_rows, "weights": d_weights} | of_total
 
 
 def rejects(call):

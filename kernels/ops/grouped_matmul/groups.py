@@ -132,8 +132,12 @@ def register(
         if rhs_transposed is None:
             d_rhs = contraction(x, d, rhs.shape[0], rhs.dtype, cfg.d_rhs, where, *more)
             gradients["rhs"] = d_rhs.reshape(rhs.shape)
-        else:  # the rows that are read by index are those on the left
-            x = gathered_rows(lhs, rows) if gathers else x
+        elif (
+            gathers
+        ):  # rows that are read by index are those on the left: the matrices come turned, which are far fewer
+            turned = contraction(x, d, len(rhs_transposed), rhs_transposed.dtype, cfg.d_rhs, where, *more)
+            gradients["rhs_transposed"] = turned.swapaxes(1, 2).reshape(rhs_transposed.shape)
+        else:
             d_rhs = contraction(d, x, rhs_transposed.shape[0], rhs_transposed.dtype, cfg.d_rhs, where)
             gradients["rhs_transposed"] = d_rhs.reshape(rhs_transposed.shape)
         return gradients | {"lhs": combine_rows(gradients["lhs"], slots)}

@@ -213,6 +213,11 @@ def _specialises(tile: Any, a: jax.Array, b: jax.Array, widths: Sequence[int]) -
     return tile.specialised in WARP_SPECIALIZED and sixteen and compute_capability() == 90
 
 
+def _height(tile: Any, a: jax.Array, b: jax.Array, widths: Sequence[int]) -> int:
+    """Returns the rows of a tile of a product."""
+    return 2 * WARP_SPECIALIZED[tile.specialised].rows if _specialises(tile, a, b, widths) else tile.block_m
+
+
 class _WarpSpecialized(NamedTuple):
     """A tile of the warp-specialized kernels that fits in the shared memory of a multiprocessor."""
 
@@ -334,17 +339,19 @@ def _activated(z, gated: bool, activation: str) -> jax.Array:
     return result
 
 
-def _activated_backward(z, d, gated: bool, activation: str) -> jax.Array:
-    """Returns the cotangent of products [M, width], given that of their activation [M, N]."""
+def _activated_backward(z, d, gated: bool, activation: str, where: _Map, experts: int) -> jax.Array:
+    """Returns the cotangent of products [M, width], given that of their activation [M, N]; undefined in rows of no group."""
     M, N = d.shape
     block_n = min(1024, triton.next_power_of_2(N))
     (result,) = triton_launch(
         products_bwd_kernel,
         z,
         d,
+        where.bounds,
         out_shape=(jax.ShapeDtypeStruct(z.shape, z.dtype),),
         grid=(M, triton.cdiv(N, block_n)),
         work=_work(0, z, z, d),
+        E=experts,
         N=N,
         GATED=gated,
         ACTIVATION=activation,
@@ -391,7 +398,11 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     d = saved.d_out.astype(lhs.dtype)
     maps = _Maps(group_sizes, group_offset, d.shape[0], b.shape[0])
     if "products" in saved:
-        d = _activated_backward(saved["products"], d, gated, activation)
+        widths = (
+            b.shape[1:] if transposed else b.shape[:0:-1]
+        )  # of the next product, whose map has the bounds of groups too
+        where = maps.of(_height(cfg.d_lhs, saved["products"], b, widths))
+        d = _activated_backward(saved["products"], d, gated, activation, where, b.shape[0])
     elif activation is not None:
         columns = scales("columns", scale)
         d = _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, d, scale=columns, rows=rows)

@@ -368,18 +368,21 @@ def products_fwd_kernel(
 def products_bwd_kernel(
     z_ptr,  # as above
     d_ptr,  # [M, N]
+    bounds_ptr,  # of `tile_map_kernel`: rows without a matrix are left as they are, and nothing reads them
     out_ptr,  # as z
+    E: tl.constexpr,
     N: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = row * (2 * N if GATED else N) + cols
-    z = tl.load(z_ptr + first, mask=cols < N, other=0.0).to(tl.float32)
-    d = tl.load(d_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(z_ptr + first + N, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(out_ptr + first + N, (d * activated(z, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=cols < N)
-        d *= up
-    tl.store(out_ptr + first, (d * slope(z, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=cols < N)
+    if (row >= tl.load(bounds_ptr)) & (row < tl.load(bounds_ptr + 2 * E - 1)):
+        first = row * (2 * N if GATED else N) + cols
+        z = tl.load(z_ptr + first, mask=cols < N, other=0.0).to(tl.float32)
+        d = tl.load(d_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if GATED:
+            up = tl.load(z_ptr + first + N, mask=cols < N, other=0.0).to(tl.float32)
+            tl.store(out_ptr + first + N, (d * activated(z, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=cols < N)
+            d *= up
+        tl.store(out_ptr + first, (d * slope(z, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=cols < N)
