@@ -42,6 +42,8 @@ class ChunkConfig(Tunables):
         channels: whether Hopper's kernels compute pairs, products of gradients with states, and what decays do to both. Calls
         that these kernels do not have take the others: they have 16 bits, heads of 128 channels and chunks of 64 tokens, and
         with decays of channels whole chunks, one state for a row, and a scale between 1/256 and 256 (Triton).
+      hopper_walks: on Hopper, whether the walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls
+        as those of `in_one`, of whole chunks and one state for a row that is not split (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
         its values in all (Triton).
     """
@@ -56,6 +58,7 @@ class ChunkConfig(Tunables):
     backward_num_warps: int | None = None
     at_once: bool | None = None
     in_one: bool | None = None
+    hopper_walks: bool | None = None
     keeps: bool | None = None
 
     def __post_init__(self) -> None:
