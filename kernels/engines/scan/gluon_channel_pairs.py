@@ -15,14 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from kernels.engines.scan.gluon_channel_parts import (
-    BY_COLUMN,
-    BY_ROW,
     LEVELS,
-    SQUARE,
     SUMS,
     clear_padding,
     factors,
     run_of,
+    square_of,
     store_tile,
     wide,
 )
@@ -83,6 +81,8 @@ def channel_pairs_hopper_kernel(
     SCALE: gl.constexpr,
 ):
     ITEMS: gl.constexpr = B * CHUNKS * N
+    SQUARE: gl.constexpr = square_of(gl.num_warps())
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     dtype: gl.constexpr = q_desc.dtype
     tiles = gl.allocate_shared_memory(dtype, [TILES, C, C], SWIZZLED)
     sums = gl.allocate_shared_memory(gl.float32, [HALVES, C, C], SUMS)
@@ -92,7 +92,7 @@ def channel_pairs_hopper_kernel(
         mbarrier.init(full.index(half), count=1)
     for half in gl.static_range(HALVES):
         _load(gl.program_id(0), half, descs, buffers, N, KQ, KK)
-    t, s = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
+    t, s = gl.arange(0, C, BY_ROW), gl.arange(0, C, gl.SliceLayout(0, SQUARE))
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
     query, key, reader = tiles.index(QUERY), tiles.index(KEY), tiles.index(READER)
     phase = 0

@@ -20,9 +20,6 @@ from kernels.toolchains.triton import compute_capability, tensor_descriptor, tri
 
 CHUNK, WIDTH = 64, 128
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-# Of kernels of channels, so that two programs share a multiprocessor.
-WARPS = gluon_channel_parts.WARPS.value
-REGISTERS = min(255, 1024 // WARPS)
 
 
 def fits(x: Any, chunk: int, num_states: int) -> bool:
@@ -37,6 +34,12 @@ def tiled(x: jax.Array, layout: Any = SWIZZLED) -> Any:
     """Returns the descriptor of an array [B, T, heads, 128], or of matrices [B, N, CHUNKS, rows, columns], in tiles."""
     rows = x.size // x.shape[-1] if x.ndim == 5 else x.shape[0] * x.shape[1]
     return tensor_descriptor(x, (rows, x.size // rows), (CHUNK, CHUNK), layout.value)
+
+
+def _of_channels(of: Any) -> dict[str, int]:
+    """Returns the warps of programs of kernels of channels, and their registers, so that two share a multiprocessor."""
+    num_warps = of.cfg.channel_num_warps or 4
+    return {"num_warps": num_warps, "max_registers": min(255, 1024 // num_warps)}
 
 
 def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
@@ -134,8 +137,7 @@ def channel_gradients(of: Any, sums: Any, whole: Any, first: Any, of_states: Any
         of.layout.runs,
         out_shape=shapes,
         grid=(min(2 * MULTIPROCESSORS, 2 * B * chunks * N),),
-        num_warps=WARPS,
-        max_registers=REGISTERS,
+        **_of_channels(of),
         B=B,
         T=x.q.shape[1],
         N=N,
@@ -161,8 +163,7 @@ def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
         of.layout.runs,
         out_shape=(square, jax.ShapeDtypeStruct(square.shape, jnp.float32)),
         grid=(min(2 * MULTIPROCESSORS, B * chunks * N),),
-        num_warps=WARPS,
-        max_registers=REGISTERS,
+        **_of_channels(of),
         B=B,
         N=N,
         KQ=x.q.shape[2],

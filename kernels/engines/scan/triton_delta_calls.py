@@ -343,16 +343,17 @@ class Launches:
 
 def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv], final states [B, G, N, H, Hv])."""
-    return keeping(run)[0]
+    return keeping(run, differentiated=False)[0]
 
 
-def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
+def keeping(run: Launches, differentiated: bool = True) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
     """Returns (what `forward` does, what `backward` takes of it: see `kept_of`)."""
     pairs = run.pairs()
     parts = run.parts(pairs[1])
-    walked = run.walk(*pairs, ("out", "exits"), parts[1])
+    of_walk = KEPT_OF_WALK if differentiated and run.cfg.keeps and run.cfg.keeps_states else ()
+    walked = run.walk(*pairs, ("out", "exits", *of_walk), parts[1])
     outputs = walked["out"], run.layout.exits(walked["exits"], run.x.entries)
-    kept = dict(zip(run.names_kept, (*pairs, *run.fades), strict=False))
+    kept = dict(zip(run.names_kept, (*pairs, *run.fades), strict=False)) | {name: walked[name] for name in of_walk}
     if keeps_parts(run.chunks[-1], run.states[-1], run.cfg):
         kept |= dict(zip(KEPT_OF_PARTS, parts, strict=True))
     return outputs, kept
@@ -366,6 +367,9 @@ def kept_of(
     chunks = chunks_of(T, C, num_states)
     square = jax.ShapeDtypeStruct((B, N, chunks, C, C), dtype)
     kept = dict(zip(names, (square, square, *fade_shapes(B, N, chunks, T)), strict=False))
+    if cfg.keeps_states:
+        of_walk = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((B, T, N, Hv), (B, N, chunks, H, Hv)))
+        kept |= dict(zip(KEPT_OF_WALK, of_walk, strict=True))
     if keeps_parts(chunks, Hv, cfg):
         states = (jax.ShapeDtypeStruct((B, N, parts_of(chunks, cfg), H, width), jnp.float32) for width in (Hv + H, Hv))
         kept |= dict(zip(KEPT_OF_PARTS, states, strict=True))
@@ -390,11 +394,12 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = No
     """
     d_exits = d_exits.astype(jnp.float32)
     weights, solve = run.pairs() if kept is None else run.pairs_of(kept)
-    if run.at_once:
+    has_states = kept is not None and KEPT_OF_WALK[0] in kept
+    if run.at_once and not has_states:
         walked = of_end = run.both_walks(weights, solve, d_out, d_exits)
     else:
         maps, starts = run.parts(solve, kept)
-        walked = run.walk(None, solve, ("written", "states"), starts)
+        walked = {name: kept[name] for name in KEPT_OF_WALK} if has_states else run.walk(None, solve, KEPT_OF_WALK, starts)
         if maps is not None:
             added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
             starts = run.starts(maps, added)
