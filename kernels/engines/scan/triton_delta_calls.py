@@ -42,8 +42,9 @@ from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
 
 # What `keeping` keeps: weights of pairs, inverses, and what decays leave; of rows that are split also their parts' maps and the
-# states before them.
+# states before them. By `keeps_states` also what a walk over the rows finds, which the backward then does not walk again.
 KEPT, KEPT_OF_PARTS = ("pairs", "solve", "enters", "leaves", "whole"), ("maps", "starts")
+KEPT_OF_WALK = ("written", "states")
 
 
 class Launches:
