@@ -43,6 +43,7 @@ class ChunkConfig(Tunables):
         that these kernels do not have take the others: they have 16 bits, heads of 128 channels and chunks of 64 tokens, and
         with decays of channels whole chunks, one state for a row, and a scale between 1/256 and 256 (Triton).
       channel_num_warps: warps of a program of Hopper's kernels of pairs and gradients with decays of channels, 4 or 8 (Triton).
+      decays_with_pairs: whether one of Hopper's kernels computes decays of channels and pairs, where there are such (Triton).
       hopper_walks: on Hopper, whether the walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls
         as those of `in_one`, of whole chunks and one state for a row that is not split (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
@@ -62,6 +63,7 @@ class ChunkConfig(Tunables):
     at_once: bool | None = None
     in_one: bool | None = None
     channel_num_warps: int | None = None
+    decays_with_pairs: bool | None = None
     hopper_walks: bool | None = None
     keeps: bool | None = None
     keeps_states: bool | None = None

@@ -51,7 +51,7 @@ def _of_level(t, s, number):
 
 
 @gluon.jit
-def _seen(t, s, number, at_level):
+def seen_pairs(t, s, number, at_level):
     """Returns which pairs [t, s] a step has."""
     if number < at_level:
         seen = (t[:, None] > s[None, :]) & ((t[:, None] ^ s[None, :]) < (2 << number))
@@ -121,7 +121,7 @@ def channel_pairs_hopper_kernel(
                 fence_async_shared()
                 more = product_of(query, key.permute((1, 0)), zeros, False)
                 more_of_keys = product_of(reader, key.permute((1, 0)), zeros, False)
-                seen = _seen(t, s, number, at_level)
+                seen = seen_pairs(t, s, number, at_level)
                 more, more_of_keys = warpgroup_mma_wait(0, (more, more_of_keys))
                 # Pairs that a step does not have may overflow.
                 weights += gl.where(seen, more, 0.0)

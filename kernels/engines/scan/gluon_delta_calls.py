@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kernels.engines.scan import gluon_channel_parts
 from kernels.engines.scan.gluon_channel import channel_products_kernel
+from kernels.engines.scan.gluon_channel_chunks import channel_chunks_hopper_kernel
 from kernels.engines.scan.gluon_channel_gradients import channel_gradients_hopper_kernel
 from kernels.engines.scan.gluon_channel_pairs import channel_pairs_hopper_kernel
 from kernels.engines.scan.gluon_delta import delta_gradients_kernel
@@ -171,9 +172,54 @@ def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
         CHUNKS=chunks,
         SCALE=of.decays["SCALE"],
     )
-    scratch = jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32)
-    grid = (B * chunks * N,)
-    solve, _ = triton_launch(
-        channel_solve_kernel, a, out_shape=(square, scratch), grid=grid, num_warps=4, BLOCK_C=CHUNK
+    return weights, _inverse(a, square)
+
+
+def channel_chunks(of: Any, forgets: float, with_sums: bool) -> tuple[Any, Any, Any]:
+    """Returns (what `Chunks.decays_of_tokens` does, in `triton_channel_calls.py`, and what `Chunks.pairs` does).
+
+    Args:
+      with_sums: whether the sums of log decays are wanted, which only gradients read; else None.
+    """
+    x, (B, N, chunks), square, tokens = of.x, of.shape, of.squares(), of.tokens()
+    a = x.a if x.a.dtype in (jnp.bfloat16, jnp.float32) else x.a.astype(jnp.float32)
+    shapes = {"sums": of.tokens(jnp.float32)} if with_sums else {}
+    shapes |= {"reads": tokens, "leaves": tokens, "whole": of.per_channel()}
+    shapes |= {"first": jax.ShapeDtypeStruct((*of.shape, 2), jnp.int32), "keeps": tokens, "pairs": square}
+    results = triton_launch(
+        channel_chunks_hopper_kernel,
+        tiled(x.q),
+        tiled(x.k),
+        tiled(a, SWIZZLED if a.dtype == jnp.bfloat16 else gluon_channel_parts.SUMS),
+        of.beta,
+        of.layout.runs,
+        out_shape=(*shapes.values(), jax.ShapeDtypeStruct(square.shape, jnp.float32)),
+        grid=(min(2 * MULTIPROCESSORS, B * chunks * N),),
+        **_of_channels(of),
+        B=B,
+        T=x.q.shape[1],
+        N=N,
+        KQ=x.q.shape[2],
+        KK=x.k.shape[2],
+        CHUNKS=chunks,
+        SCALE=of.decays["SCALE"],
+        FORGETS=forgets,
+        REACH=of.decays["REACH"],
+        **({} if with_sums else {"sums_ptr": None}),
     )
-    return weights, solve
+    found = dict(zip(shapes, results[:-1], strict=True))
+    decays = tuple(found.get(name) for name in ("sums", "reads", "leaves", "whole", "first", "keeps"))
+    return decays, found["pairs"], _inverse(results[-1], square)
+
+
+def _inverse(a: jax.Array, square: Any) -> jax.Array:
+    scratch = jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32)
+    solve, _ = triton_launch(
+        channel_solve_kernel,
+        a,
+        out_shape=(square, scratch),
+        grid=(math.prod(square.shape[:3]),),
+        num_warps=4,
+        BLOCK_C=CHUNK,
+    )
+    return solve
