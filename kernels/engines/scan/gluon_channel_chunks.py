@@ -114,7 +114,7 @@ def channel_chunks_hopper_kernel(
     whole_ptr,
     first_ptr,
     keeps_ptr,
-    pairs_ptr,  # [B, N, CHUNKS, 64, 64]
+    pairs_ptr,  # [B, N, CHUNKS, 64, 64]; None, as the next, where a forward has kept them
     a_ptr,  # [B, N, CHUNKS, 64, 64] float32: what is on the diagonal and above is 0
     B: gl.constexpr,
     T: gl.constexpr,  # a multiple of 64
@@ -188,28 +188,30 @@ def channel_chunks_hopper_kernel(
             gl.store(whole_ptr + index * WIDTH + half * C + s, whole)
             at_level = _level_of(total, row, u, parts, PARTS, REACH)
             gl.store(first_ptr + index * 2 + half, at_level)
-            # Pairs of a token with itself have no decay.
-            own += gl.sum(wide(q) * wide(k), axis=1)
-            for number in range(gl.maximum(at_level - 1, 0), LEVELS):
-                reads, writes = _factors(row, u, number, at_level, parts, PARTS)
-                keys = wide(k)
-                key.store((keys * writes).to(dtype))
-                reader.store((keys * reads).to(dtype))
-                query.store((wide(q) * reads).to(dtype))
-                fence_async_shared()
-                more = product_of(query, key.permute((1, 0)), zeros, False)
-                more_of_keys = product_of(reader, key.permute((1, 0)), zeros, False)
-                seen = seen_pairs(t, s, number, at_level)
-                more, more_of_keys = warpgroup_mma_wait(0, (more, more_of_keys))
-                # Pairs that a step does not have may overflow.
-                weights += gl.where(seen, more, 0.0)
-                of_keys += gl.where(seen, more_of_keys, 0.0)
+            if pairs_ptr is not None:
+                # Pairs of a token with itself have no decay.
+                own += gl.sum(wide(q) * wide(k), axis=1)
+                for number in range(gl.maximum(at_level - 1, 0), LEVELS):
+                    reads, writes = _factors(row, u, number, at_level, parts, PARTS)
+                    keys = wide(k)
+                    key.store((keys * writes).to(dtype))
+                    reader.store((keys * reads).to(dtype))
+                    query.store((wide(q) * reads).to(dtype))
+                    fence_async_shared()
+                    more = product_of(query, key.permute((1, 0)), zeros, False)
+                    more_of_keys = product_of(reader, key.permute((1, 0)), zeros, False)
+                    seen = seen_pairs(t, s, number, at_level)
+                    more, more_of_keys = warpgroup_mma_wait(0, (more, more_of_keys))
+                    # Pairs that a step does not have may overflow.
+                    weights += gl.where(seen, more, 0.0)
+                    of_keys += gl.where(seen, more_of_keys, 0.0)
             if item + gl.num_programs(0) < ITEMS:
                 _load(item + gl.num_programs(0), half, descs, buffers, N, KQ, KK)
         phase ^= 1
-        weights += gl.where(t[:, None] == s[None, :], own[:, None], 0.0)
-        if runs_ptr is not None:
-            same = run_of(runs_ptr + token + t)[:, None] == run_of(runs_ptr + token + s)[None, :]
-            weights, of_keys = gl.where(same, weights, 0.0), gl.where(same, of_keys, 0.0)
-        store_tile(pairs_ptr, weights * SCALE, query, index * C, 0, C)
-        store_tile(a_ptr, of_keys * beta[:, None], query, index * C, 0, C)
+        if pairs_ptr is not None:
+            weights += gl.where(t[:, None] == s[None, :], own[:, None], 0.0)
+            if runs_ptr is not None:
+                same = run_of(runs_ptr + token + t)[:, None] == run_of(runs_ptr + token + s)[None, :]
+                weights, of_keys = gl.where(same, weights, 0.0), gl.where(same, of_keys, 0.0)
+            store_tile(pairs_ptr, weights * SCALE, query, index * C, 0, C)
+            store_tile(a_ptr, of_keys * beta[:, None], query, index * C, 0, C)

@@ -175,17 +175,21 @@ def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
     return weights, _inverse(a, square)
 
 
-def channel_chunks(of: Any, forgets: float, with_sums: bool) -> tuple[Any, Any, Any]:
-    """Returns (what `Chunks.decays_of_tokens` does, in `triton_channel_calls.py`, and what `Chunks.pairs` does).
+def channel_chunks(of: Any, forgets: float, with_sums: bool, with_pairs: bool) -> tuple[Any, Any]:
+    """Returns what `Chunks.decays_of_tokens` and `Chunks.pairs` do, of a delta rule in `triton_channel_calls.py`.
 
     Args:
-      with_sums: whether the sums of log decays are wanted, which only gradients read; else None.
+      forgets: the least log decay.
+      with_sums: whether the sums of log decays are wanted, which only gradients read; else they are None.
+      with_pairs: whether pairs are; else they are None.
     """
     x, (B, N, chunks), square, tokens = of.x, of.shape, of.squares(), of.tokens()
     a = x.a if x.a.dtype in (jnp.bfloat16, jnp.float32) else x.a.astype(jnp.float32)
     shapes = {"sums": of.tokens(jnp.float32)} if with_sums else {}
     shapes |= {"reads": tokens, "leaves": tokens, "whole": of.per_channel()}
-    shapes |= {"first": jax.ShapeDtypeStruct((*of.shape, 2), jnp.int32), "keeps": tokens, "pairs": square}
+    shapes |= {"first": jax.ShapeDtypeStruct((*of.shape, 2), jnp.int32), "keeps": tokens}
+    names = tuple(shapes)
+    shapes |= {"pairs": square, "a": jax.ShapeDtypeStruct(square.shape, jnp.float32)} if with_pairs else {}
     results = triton_launch(
         channel_chunks_hopper_kernel,
         tiled(x.q),
@@ -193,7 +197,7 @@ def channel_chunks(of: Any, forgets: float, with_sums: bool) -> tuple[Any, Any, 
         tiled(a, SWIZZLED if a.dtype == jnp.bfloat16 else gluon_channel_parts.SUMS),
         of.beta,
         of.layout.runs,
-        out_shape=(*shapes.values(), jax.ShapeDtypeStruct(square.shape, jnp.float32)),
+        out_shape=tuple(shapes.values()),
         grid=(min(2 * MULTIPROCESSORS, B * chunks * N),),
         **_of_channels(of),
         B=B,
@@ -205,11 +209,11 @@ def channel_chunks(of: Any, forgets: float, with_sums: bool) -> tuple[Any, Any, 
         SCALE=of.decays["SCALE"],
         FORGETS=forgets,
         REACH=of.decays["REACH"],
-        **({} if with_sums else {"sums_ptr": None}),
+        **{f"{name}_ptr": None for name in ("sums", "pairs", "a") if name not in shapes},
     )
-    found = dict(zip(shapes, results[:-1], strict=True))
-    decays = tuple(found.get(name) for name in ("sums", "reads", "leaves", "whole", "first", "keeps"))
-    return decays, found["pairs"], _inverse(results[-1], square)
+    found = dict(zip(shapes, results, strict=True))
+    pairs = (found["pairs"], _inverse(found["a"], square)) if with_pairs else None
+    return tuple(found.get(name) for name in ("sums", *(name for name in names if name != "sums"))), pairs
 
 
 def _inverse(a: jax.Array, square: Any) -> jax.Array:

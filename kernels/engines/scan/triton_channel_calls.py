@@ -286,9 +286,9 @@ class DeltaLaunches(delta.Launches):
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Returns (what outputs read of writes, the inverses); sets what walks read and write."""
         if self.with_pairs:
-            decays, weights, solve = gluon.channel_chunks(self.decays_of, FORGETS_CHANNEL, self.of_gradients)
+            decays, found = gluon.channel_chunks(self.decays_of, FORGETS_CHANNEL, self.of_gradients, True)
             self.take(decays)
-            return weights, solve
+            return found
         sums, first = self.decay_tokens()
         if self.in_one:
             return gluon.channel_pairs(self.decays_of, sums, first)
@@ -302,6 +302,8 @@ class DeltaLaunches(delta.Launches):
         return weights, solve
 
     def decay_tokens(self) -> tuple[Any, Any]:
+        if self.with_pairs:  # the same bits as in the forward
+            return self.take(gluon.channel_chunks(self.decays_of, FORGETS_CHANNEL, True, False)[0])
         return self.take(self.decays_of.decays_of_tokens())
 
     def take(self, decays: Any) -> tuple[Any, Any]:
