@@ -80,15 +80,17 @@ def test_decays_of_every_size(decay):
     compared(arguments, {"use_qk_l2norm": True, "softmax_scale": 0.7}, chunk=32, block_v=16, heads=2)
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_both_ways_at_once_of_what_the_forward_kept(packed):
+@pytest.mark.parametrize(
+    ("packed", "states"), [(True, False), (False, True), pytest.param(False, False, marks=pytest.mark.slow)]
+)
+def test_both_ways_at_once_of_what_the_forward_kept(packed, states):
     """Documents, padding, states in and out, and keys that heads share."""
     rng = np.random.default_rng(12)
     ids = np.array([[0] * 9 + [-1] * 3 + [1] * 38], np.int32)
     state = rng.standard_normal((1, 1 + packed, 2, 8, 20)).astype(np.float32)
     arguments = arguments_of(rng, 1, 50, 1, 2, 8, 20, 0.5, 1.5, segment_ids=ids, initial_state=state)
     options = {"softmax_scale": 0.7, "num_states": 1 + packed}
-    compared(arguments, options, chunk=16, block_v=16, at_once=True, keeps=True)
+    compared(arguments, options, chunk=16, block_v=16, at_once=True, keeps=True, keeps_states=states)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_rows_that_are_split(decay, Hv):
     rng = np.random.default_rng(8)
     state = rng.standard_normal((1, 1, 2, 20, Hv)).astype(np.float32)
     arguments = arguments_of(rng, 1, 100, 1, 2, 20, Hv, 0.5, 1.5, decay, initial_state=state)
-    compared(arguments, {}, chunk=16, splits=3, block_v=16, keeps=True)
+    compared(arguments, {}, chunk=16, splits=3, block_v=16, keeps=True, keeps_states=decay == 0.0)
 
 
 def test_sums_that_hopper_reads_from_diagonals():

@@ -211,13 +211,13 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
         if states_ptr is not None:
             _hand_over(of_states.index(0), hand, OF_STATE, now, near)
         values, v_free, small_slot, small_phase = _arrived(small, small_slot, small_phase, SMALL)
-        x = _valid(values.permute((1, 0)).load(SQUARE), runs_ptr, token, t).to(gl.float32)
         solve, solve_free, small_slot, small_phase = _arrived(small, small_slot, small_phase, SMALL)
         old = warpgroup_mma_wait(1 if READS else 0, (old,))
+        x = _valid(values.permute((1, 0)).load(SQUARE), runs_ptr, token, t)
         if not CHANNELS:
             enters, leaves = gl.load(enters_ptr + index * C + t), gl.load(leaves_ptr + index * C + t)
             old *= enters[None, :]
-        x = gl.convert_layout(((x - old) * beta[None, :]).to(dtype), LEFT)
+        x = gl.convert_layout(((x.to(gl.float32) - old) * beta[None, :]).to(dtype), LEFT)
         written = product_of(x, solve.permute((1, 0)), zeros, False)
         if CHANNELS:
             mbarrier.arrive(k_free)
