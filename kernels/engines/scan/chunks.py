@@ -44,11 +44,11 @@ class ChunkConfig(Tunables):
         with decays of channels whole chunks, one state for a row, and a scale between 1/256 and 256 (Triton).
       channel_num_warps: warps of a program of Hopper's kernels of pairs and gradients with decays of channels, 4 or 8 (Triton).
       decays_with_pairs: whether one of Hopper's kernels computes decays of channels and pairs, where there are such (Triton).
-      hopper_walks: on Hopper, whether the walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls
-        as those of `in_one`, of whole chunks and one state for a row that is not split (Triton).
+      hopper_walks: on Hopper, whether walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls as
+        those of `in_one`, with whole chunks and one state for a row that is not split (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
         its values in all (Triton).
-      keeps_states: whether one that `keeps` also keeps the states before chunks and what is written to them, so that its backward
+      keeps_states: whether one that `keeps` also keeps states before chunks and what is written to them, so that its backward
         does not walk the rows again: three times as much as its values with heads of 128 channels (Triton).
     """
 
@@ -75,7 +75,9 @@ class ChunkConfig(Tunables):
             if size is not None and size & (size - 1):
                 raise ValueError(f"argument 'cfg': ChunkConfig.{name} = {size} is not a power of 2; use one, or None")
         if self.channel_num_warps not in (None, 4, 8):
-            raise ValueError(f"argument 'cfg': ChunkConfig.channel_num_warps = {self.channel_num_warps}; use 4, 8 or None")
+            raise ValueError(
+                f"argument 'cfg': ChunkConfig.channel_num_warps = {self.channel_num_warps}; use 4, 8 or None"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Gluon kernel for Hopper of all that a delta rule's chunks with decays of channels need before the walk: decays in queries and
 keys, pairs, and the matrix whose inverse the rule needs. It is `channel_decays_kernel` and `gluon_channel_pairs.py` in one.
 
-Every exponent is a sum of log decays over an interval of tokens. Here it is a product with a matrix of zeros and ones, or halves
-for what is referred to the middle of a block: of 16-bit log decays at once, of others in three parts of bfloat16, exact to 24
-bits. So no sum is loaded from where it lies, and none is a difference of two.
+Every exponent is a sum of log decays over an interval of tokens: a product with a matrix of zeros and ones, or of halves for
+what is referred to the middle of a block. Log decays in bfloat16 are taken at once, others in three parts, exact to 24 bits. So
+no sum is loaded from where it lies, and none is a difference of two.
 """
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
@@ -81,7 +81,9 @@ def _level_of(total, t, u, parts, PARTS: gl.constexpr, REACH: gl.constexpr):
 @gluon.jit
 def _least(t, u, parts, PARTS: gl.constexpr, size: gl.constexpr):
     """Returns the least sum over a block of `size` tokens of a channel."""
-    return gl.min(gl.min(_sums(gl.where((again(t)[:, None] ^ u[None, :]) < size, 1.0, 0.0), parts, PARTS), axis=1), axis=0)
+    return gl.min(
+        gl.min(_sums(gl.where((again(t)[:, None] ^ u[None, :]) < size, 1.0, 0.0), parts, PARTS), axis=1), axis=0
+    )
 
 
 @gluon.jit

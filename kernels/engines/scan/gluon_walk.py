@@ -13,125 +13,27 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from kernels.engines.scan.gluon_tiles import SQUARE, WIDE, WIDTH, C, product_of
-from kernels.toolchains.gluon import SWIZZLED, after
+from kernels.engines.scan.gluon_tiles import SQUARE, WIDTH, C, product_of
+from kernels.engines.scan.gluon_walk_parts import (
+    FIRST,
+    KEYS,
+    OF_STATE,
+    SECOND,
+    SMALL,
+    arrived,
+    hand_over,
+    hands_of,
+    load_chunks,
+    place,
+    ring_of,
+    store_results,
+)
 
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [columns, channels]
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
 WIDE_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-COLUMNS = gl.constexpr(2)  # programs of a head
-# Tiles of keys and queries, and of 64 by 64, that are loaded ahead: more than two chunks of each.
-KEYS, SMALL = gl.constexpr(7), gl.constexpr(8)
-# What the walking warpgroup hands to the one that stores: a state, and one or two tiles of tokens.
-OF_STATE, FIRST, SECOND, HANDS = (gl.constexpr(i) for i in range(4))
-
-
-@gluon.jit
-def _place(CHUNKS: gl.constexpr, N: gl.constexpr):
-    """Returns (head of all rows, its number in a row, first column, first token) of a program."""
-    head = gl.program_id(0) // COLUMNS
-    return head, head % N, gl.program_id(0) % COLUMNS * C, head // N * (CHUNKS * C)
-
-
-@gluon.jit
-def _load_keys(desc, token, head, ring, slot, phase):
-    tiles, full, free = ring
-    mbarrier.wait(free.index(slot), phase ^ 1)
-    mbarrier.expect(full.index(slot), desc.nbytes_per_cta)
-    tma.async_load(desc, [token, head * WIDTH], full.index(slot), tiles.index(slot))
-    return after(slot, phase, KEYS)
-
-
-@gluon.jit
-def _load_small(desc, row, column, ring, slot, phase):
-    tiles, full, free = ring
-    mbarrier.wait(free.index(slot), phase ^ 1)
-    mbarrier.expect(full.index(slot), desc.nbytes_per_cta)
-    tma.async_load(desc, [row, column], full.index(slot), tiles.index(slot))
-    return after(slot, phase, SMALL)
-
-
-@gluon.jit
-def _load(descs, rings, CHUNKS: gl.constexpr, N: gl.constexpr, KQ: gl.constexpr, KK: gl.constexpr, REVERSE: gl.constexpr):
-    """Loads the tiles of chunks in the order in which they are needed."""
-    q_desc, k_desc, writes_desc, tokens_desc, pairs_desc, solve_desc = descs
-    keys, small = rings
-    head, n, column, begin = _place(CHUNKS, N)
-    slot, phase, small_slot, small_phase = 0, 0, 0, 0
-    for step in range(CHUNKS):
-        c = CHUNKS - 1 - step if REVERSE else step
-        token, square, at = begin + c * C, (head * CHUNKS + c) * C, n * WIDTH + column
-        if REVERSE and writes_desc is not None:
-            slot, phase = _load_keys(writes_desc, token, n, keys, slot, phase)
-        else:
-            slot, phase = _load_keys(k_desc, token, n // (N // KK), keys, slot, phase)
-        small_slot, small_phase = _load_small(tokens_desc, token, at, small, small_slot, small_phase)
-        if REVERSE:
-            small_slot, small_phase = _load_small(pairs_desc, square, 0, small, small_slot, small_phase)
-        elif q_desc is not None:
-            slot, phase = _load_keys(q_desc, token, n // (N // KQ), keys, slot, phase)
-        small_slot, small_phase = _load_small(solve_desc, square, 0, small, small_slot, small_phase)
-        if REVERSE:
-            slot, phase = _load_keys(q_desc, token, n // (N // KQ), keys, slot, phase)
-        if writes_desc is not None:
-            if REVERSE:
-                slot, phase = _load_keys(k_desc, token, n // (N // KK), keys, slot, phase)
-            else:
-                slot, phase = _load_keys(writes_desc, token, n, keys, slot, phase)
-        if not REVERSE and q_desc is not None:
-            small_slot, small_phase = _load_small(pairs_desc, square, 0, small, small_slot, small_phase)
-
-
-@gluon.jit
-def _store_rows(ptr, tile, hand, which: gl.constexpr, phase, row, column, STRIDE: gl.constexpr):
-    """Stores a tile [rows, 64] that was handed over at rows and a column of an array, and gives it back."""
-    ready, free = hand
-    mbarrier.wait(ready.index(which), phase)
-    rows, columns = gl.arange(0, C, gl.SliceLayout(1, WIDE)), gl.arange(0, C, gl.SliceLayout(0, WIDE))
-    for i in gl.static_range(tile.shape[0] // C):
-        where = (row + C * i + rows).to(gl.int64)[:, None] * STRIDE + (column + columns)[None, :]
-        gl.store(ptr + where, tile.slice(C * i, C, 0).load(WIDE))
-    mbarrier.arrive(free.index(which))
-
-
-@gluon.jit
-def _store(outputs, hands, CHUNKS: gl.constexpr, N: gl.constexpr, REVERSE: gl.constexpr):
-    states_ptr, first_ptr, second_ptr = outputs
-    of_states, of_tokens, ready, free = hands
-    head, n, column, begin = _place(CHUNKS, N)
-    hand = ready, free
-    for step in range(CHUNKS):
-        c = CHUNKS - 1 - step if REVERSE else step
-        phase = step & 1
-        if states_ptr is not None:
-            _store_rows(
-                states_ptr, of_states.index(0), hand, OF_STATE, phase, (head * CHUNKS + c) * WIDTH, column, WIDTH
-            )
-        token, at = begin + c * C, n * WIDTH + column
-        if first_ptr is not None:
-            _store_rows(first_ptr, of_tokens.index(0), hand, FIRST, phase, token, at, N * WIDTH)
-        if second_ptr is not None:
-            _store_rows(second_ptr, of_tokens.index(1), hand, SECOND, phase, token, at, N * WIDTH)
-
-
-@gluon.jit
-def _hand_over(tile, hand, which: gl.constexpr, phase, x):
-    """Hands x [columns, rows] over as a tile [rows, columns]."""
-    ready, free = hand
-    mbarrier.wait(free.index(which), phase ^ 1)
-    tile.permute((1, 0)).store(x)
-    mbarrier.arrive(ready.index(which))
-
-
-@gluon.jit
-def _arrived(ring, slot, phase, SLOTS: gl.constexpr):
-    """Waits for the next tile; returns (it, its barrier for when it is read, the next slot, its phase)."""
-    tiles, full, free = ring
-    mbarrier.wait(full.index(slot), phase)
-    following, next_phase = after(slot, phase, SLOTS)
-    return tiles.index(slot), free.index(slot), following, next_phase
 
 
 @gluon.jit
@@ -187,7 +89,7 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
     READS: gl.constexpr = out_ptr is not None
     dtype: gl.constexpr = of_tokens.dtype
     hand = ready, free
-    head, n, column, begin = _place(CHUNKS, N)
+    head, n, column, begin = place(CHUNKS, N)
     t, h = gl.arange(0, C, gl.SliceLayout(0, SQUARE)), gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
     state = gl.zeros([C, WIDTH], gl.float32, STATE)
@@ -200,18 +102,18 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
         near = state.to(dtype)
         left = gl.convert_layout(near, gl.DotOperandLayout(0, SQUARE, 2))
         beta, whole = gl.load(beta_ptr + index * C + t), _whole(whole_ptr, index, h, CHANNELS)
-        k, k_free, slot, phase = _arrived(keys, slot, phase, KEYS)
+        k, k_free, slot, phase = arrived(keys, slot, phase, KEYS)
         padded = _padding(runs_ptr, token, t, CHANNELS)
         _clean(k, runs_ptr, token, padded, CHANNELS)
         old = product_of(left, k.permute((1, 0)), zeros, False)
         if READS:
-            q, q_free, slot, phase = _arrived(keys, slot, phase, KEYS)
+            q, q_free, slot, phase = arrived(keys, slot, phase, KEYS)
             _clean(q, runs_ptr, token, padded, CHANNELS)
             out = product_of(left, q.permute((1, 0)), zeros, False)
         if states_ptr is not None:
-            _hand_over(of_states.index(0), hand, OF_STATE, now, near)
-        values, v_free, small_slot, small_phase = _arrived(small, small_slot, small_phase, SMALL)
-        solve, solve_free, small_slot, small_phase = _arrived(small, small_slot, small_phase, SMALL)
+            hand_over(of_states.index(0), hand, OF_STATE, now, near)
+        values, v_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
+        solve, solve_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
         old = warpgroup_mma_wait(1 if READS else 0, (old,))
         x = _valid(values.permute((1, 0)).load(SQUARE), runs_ptr, token, t)
         if not CHANNELS:
@@ -231,20 +133,20 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
         near_written = written.to(dtype)
         writes, writes_free, weights_free = k, k_free, k_free
         if CHANNELS:
-            writes, writes_free, slot, phase = _arrived(keys, slot, phase, KEYS)
+            writes, writes_free, slot, phase = arrived(keys, slot, phase, KEYS)
             state = product_of(gl.convert_layout(near_written, LEFT), writes, state, True)
         else:
             state = product_of(gl.convert_layout((written * leaves[None, :]).to(dtype), LEFT), writes, state, True)
         if READS:
             if not CHANNELS:
                 out *= (enters * SCALE)[None, :]
-            weights, weights_free, small_slot, small_phase = _arrived(small, small_slot, small_phase, SMALL)
+            weights, weights_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
             out = product_of(gl.convert_layout(near_written, LEFT), weights.permute((1, 0)), out, True)
             mbarrier.arrive(q_free)
         mbarrier.arrive(v_free)
         mbarrier.arrive(solve_free)
         if written_ptr is not None:
-            _hand_over(of_tokens.index(0), hand, FIRST, now, near_written)
+            hand_over(of_tokens.index(0), hand, FIRST, now, near_written)
         if READS:
             state, out = warpgroup_mma_wait(0, (state, out))
             mbarrier.arrive(weights_free)
@@ -252,7 +154,7 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
             state = warpgroup_mma_wait(0, (state,))
         mbarrier.arrive(writes_free)
         if READS:
-            _hand_over(of_tokens.index(1), hand, SECOND, now, out.to(dtype))
+            hand_over(of_tokens.index(1), hand, SECOND, now, out.to(dtype))
     if exits_ptr is not None:
         gl.store(_state_at(exits_ptr, head, column, h), state)
 
@@ -265,7 +167,7 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
     CHANNELS: gl.constexpr = enters_ptr is None
     dtype: gl.constexpr = of_tokens.dtype
     hand = ready, free
-    head, n, column, begin = _place(CHUNKS, N)
+    head, n, column, begin = place(CHUNKS, N)
     t, h = gl.arange(0, C, gl.SliceLayout(0, SQUARE)), gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
     by_left = gl.arange(0, C, gl.SliceLayout(0, LEFT))
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
@@ -278,13 +180,13 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
         near = d_state.to(dtype)
         left = gl.convert_layout(near, gl.DotOperandLayout(0, SQUARE, 2))
         beta, whole = gl.load(beta_ptr + index * C + t), _whole(whole_ptr, index, h, CHANNELS)
-        writes, writes_free, slot, phase = _arrived(keys, slot, phase, KEYS)
+        writes, writes_free, slot, phase = arrived(keys, slot, phase, KEYS)
         padded = _padding(runs_ptr, token, t, CHANNELS)
         _clean(writes, runs_ptr, token, padded, CHANNELS)
         d_written = product_of(left, writes.permute((1, 0)), zeros, False)
-        d_outs, d_out_free, small_slot, small_phase = _arrived(small, small_slot, small_phase, SMALL)
+        d_outs, d_out_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
         d_out = _valid(d_outs.permute((1, 0)).load(LEFT), runs_ptr, token, by_left)
-        weights, weights_free, small_slot, small_phase = _arrived(small, small_slot, small_phase, SMALL)
+        weights, weights_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
         d_read = d_out
         if not CHANNELS:
             d_written = warpgroup_mma_wait(0, (d_written,))
@@ -293,9 +195,9 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
             of_reads = gl.load(enters_ptr + index * C + by_left) * SCALE
             d_read = (d_out.to(gl.float32) * of_reads[None, :]).to(dtype)
         d_written = product_of(d_out, weights, d_written, True)
-        _hand_over(of_states.index(0), hand, OF_STATE, now, near)
-        solve, solve_free, small_slot, small_phase = _arrived(small, small_slot, small_phase, SMALL)
-        q, q_free, slot, phase = _arrived(keys, slot, phase, KEYS)
+        hand_over(of_states.index(0), hand, OF_STATE, now, near)
+        solve, solve_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
+        q, q_free, slot, phase = arrived(keys, slot, phase, KEYS)
         _clean(q, runs_ptr, token, padded, CHANNELS)
         d_written = warpgroup_mma_wait(0, (d_written,))
         du = product_of(gl.convert_layout(d_written.to(dtype), LEFT), solve, zeros, False)
@@ -306,42 +208,19 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
         k, k_free = writes, writes_free
         if CHANNELS:
             mbarrier.arrive(writes_free)
-            k, k_free, slot, phase = _arrived(keys, slot, phase, KEYS)
+            k, k_free, slot, phase = arrived(keys, slot, phase, KEYS)
         du = warpgroup_mma_wait(1, (du,))
         back = du * -beta[None, :]
         if not CHANNELS:
             back *= enters[None, :]
         d_state = product_of(gl.convert_layout(back.to(dtype), LEFT), k, d_state, True)
         mbarrier.arrive(solve_free)
-        _hand_over(of_tokens.index(0), hand, FIRST, now, du.to(dtype))
+        hand_over(of_tokens.index(0), hand, FIRST, now, du.to(dtype))
         d_state = warpgroup_mma_wait(0, (d_state,))
         mbarrier.arrive(q_free)
         mbarrier.arrive(k_free)
     if d_entries_ptr is not None:
         gl.store(_state_at(d_entries_ptr, head, column, h), d_state)
-
-
-@gluon.jit
-def _ring(dtype: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr):
-    tiles = gl.allocate_shared_memory(dtype, [SLOTS, C, COUNT], SWIZZLED)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    return tiles, full, free
-
-
-@gluon.jit
-def _hands(dtype: gl.constexpr):
-    of_states = gl.allocate_shared_memory(dtype, [1, WIDTH, C], SWIZZLED)
-    of_tokens = gl.allocate_shared_memory(dtype, [2, C, C], SWIZZLED)
-    ready = gl.allocate_shared_memory(gl.int64, [HANDS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [HANDS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(HANDS):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    return of_states, of_tokens, ready, free
 
 
 @gluon.jit
@@ -371,15 +250,15 @@ def delta_walk_hopper_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = k_desc.dtype
-    rings, hands = (_ring(dtype, KEYS, WIDTH), _ring(dtype, SMALL, C)), _hands(dtype)
+    rings, hands = (ring_of(dtype, KEYS, WIDTH), ring_of(dtype, SMALL, C)), hands_of(dtype)
     descs = q_desc, k_desc, writes_desc, v_desc, pairs_desc, solve_desc
     inputs = beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr, entries_ptr, exits_ptr
     wanted = states_ptr, written_ptr, out_ptr
     gl.warp_specialize(
         [
             (_walk, (inputs, wanted, rings, hands, CHUNKS, N, SCALE)),
-            (_store, (wanted, hands, CHUNKS, N, False)),
-            (_load, (descs, rings, CHUNKS, N, KQ, KK, False)),
+            (store_results, (wanted, hands, CHUNKS, N, False)),
+            (load_chunks, (descs, rings, CHUNKS, N, KQ, KK, False)),
         ],
         [4, 1],
         [STORER_REGISTERS, PRODUCER_REGISTERS],
@@ -412,14 +291,14 @@ def delta_reverse_hopper_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = k_desc.dtype
-    rings, hands = (_ring(dtype, KEYS, WIDTH), _ring(dtype, SMALL, C)), _hands(dtype)
+    rings, hands = (ring_of(dtype, KEYS, WIDTH), ring_of(dtype, SMALL, C)), hands_of(dtype)
     descs = q_desc, k_desc, writes_desc, d_out_desc, pairs_desc, solve_desc
     inputs = beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr, d_exits_ptr, d_entries_ptr
     gl.warp_specialize(
         [
             (_reverse, (inputs, rings, hands, CHUNKS, N, SCALE)),
-            (_store, ((d_states_ptr, du_ptr, None), hands, CHUNKS, N, True)),
-            (_load, (descs, rings, CHUNKS, N, KQ, KK, True)),
+            (store_results, ((d_states_ptr, du_ptr, None), hands, CHUNKS, N, True)),
+            (load_chunks, (descs, rings, CHUNKS, N, KQ, KK, True)),
         ],
         [4, 1],
         [STORER_REGISTERS, PRODUCER_REGISTERS],

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from kernels.engines.scan import gluon_delta_calls
-from kernels.engines.scan.gluon_walk import COLUMNS, delta_reverse_hopper_kernel, delta_walk_hopper_kernel
+from kernels.engines.scan.gluon_walk import delta_reverse_hopper_kernel, delta_walk_hopper_kernel
+from kernels.engines.scan.gluon_walk_parts import COLUMNS
 from kernels.toolchains.gluon import SWIZZLED
 from kernels.toolchains.triton import tensor_descriptor, triton_launch
 
@@ -68,7 +69,9 @@ def walk(run: Any, weights: Any, solve: Any, wanted: tuple[str, ...]) -> dict[st
     return _launch(delta_walk_hopper_kernel, run, weights, solve, run.x.v, run.x.entries, wanted, shapes)
 
 
-def reverse(run: Any, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
+def reverse(
+    run: Any, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...]
+) -> dict[str, jax.Array]:
     """Returns what `triton_delta_calls.Launches.reverse` does, of a row that is one part."""
     shapes = {name: run.shapes()[name] for name in ("du", "d_states", "d_entries")}
     d_out = d_out.astype(run.x.k.dtype)

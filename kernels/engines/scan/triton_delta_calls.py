@@ -15,11 +15,10 @@ from kernels.engines.scan import gluon_walk_calls as hopper
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import Tokens
-from kernels.engines.scan.layout import chunks_of, layout
+from kernels.engines.scan.layout import layout
 from kernels.engines.scan.triton_calls import (
     LEAST,
     check_chunk,
-    columns,
     columns_here,
     fade_shapes,
     gradient_tiles,
@@ -34,17 +33,13 @@ from kernels.engines.scan.triton_delta import (
     delta_walk_kernel,
 )
 from kernels.engines.scan.triton_delta_both import delta_both_kernel
+from kernels.engines.scan.triton_delta_kept import KEPT, KEPT_OF_PARTS, KEPT_OF_WALK, keeps_parts, parts_of
 from kernels.engines.scan.triton_delta_tiles import NARROW, WIDE
 from kernels.engines.scan.triton_join import delta_join_kernel
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
-
-# What `keeping` keeps: weights of pairs, inverses, and what decays leave; of rows that are split also their parts' maps and the
-# states before them. By `keeps_states` also what a walk over the rows finds, which the backward then does not walk again.
-KEPT, KEPT_OF_PARTS = ("pairs", "solve", "enters", "leaves", "whole"), ("maps", "starts")
-KEPT_OF_WALK = ("written", "states")
 
 
 class Launches:
@@ -349,7 +344,7 @@ def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
 
 
 def keeping(run: Launches, differentiated: bool = True) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """Returns (what `forward` does, what `backward` takes of it: see `kept_of`)."""
+    """Returns (what `forward` does, what `backward` takes of it: see `triton_delta_kept.kept_of`)."""
     run.of_gradients = False
     pairs = run.pairs()
     parts = run.parts(pairs[1])
@@ -360,33 +355,6 @@ def keeping(run: Launches, differentiated: bool = True) -> tuple[tuple[jax.Array
     if keeps_parts(run.chunks[-1], run.states[-1], run.cfg):
         kept |= dict(zip(KEPT_OF_PARTS, parts, strict=True))
     return outputs, kept
-
-
-def kept_of(
-    dims: Mapping[str, int], num_states: int, dtype: Any, cfg: ChunkConfig, names: tuple[str, ...] = KEPT
-) -> dict[str, Any]:
-    """Returns the shapes of what `keeping` keeps: those of KEPT that are named, and what parts of rows do."""
-    (B, T, N, H, Hv), C = (dims[name] for name in ("B", "T", "N", "H", "Hv")), check_chunk(cfg.chunk)
-    chunks = chunks_of(T, C, num_states)
-    square = jax.ShapeDtypeStruct((B, N, chunks, C, C), dtype)
-    kept = dict(zip(names, (square, square, *fade_shapes(B, N, chunks, T)), strict=False))
-    if cfg.keeps_states:
-        of_walk = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((B, T, N, Hv), (B, N, chunks, H, Hv)))
-        kept |= dict(zip(KEPT_OF_WALK, of_walk, strict=True))
-    if keeps_parts(chunks, Hv, cfg):
-        states = (jax.ShapeDtypeStruct((B, N, parts_of(chunks, cfg), H, width), jnp.float32) for width in (Hv + H, Hv))
-        kept |= dict(zip(KEPT_OF_PARTS, states, strict=True))
-    return kept
-
-
-def keeps_parts(chunks: int, Hv: int, cfg: ChunkConfig) -> bool:
-    """Returns whether `keeping` keeps what parts of rows do: if there are some, and tiles of columns have no others."""
-    return parts_of(chunks, cfg) > 1 and Hv % columns(cfg.block_v, Hv) == 0
-
-
-def parts_of(chunks: int, cfg: ChunkConfig) -> int:
-    """Returns into how many parts a row is split: none is empty."""
-    return -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))
 
 
 def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = None) -> dict[str, Any]:
@@ -402,7 +370,7 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = No
         walked = of_end = run.both_walks(weights, solve, d_out, d_exits)
     else:
         maps, starts = run.parts(solve, kept)
-        walked = {name: kept[name] for name in KEPT_OF_WALK} if has_states else run.walk(None, solve, KEPT_OF_WALK, starts)
+        walked = kept if has_states else run.walk(None, solve, KEPT_OF_WALK, starts)
         if maps is not None:
             added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
             starts = run.starts(maps, added)

@@ -12,6 +12,7 @@ from kernels.engines.scan import gluon_delta_calls as gluon
 from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
+from kernels.engines.scan import triton_delta_kept as kept_by
 from kernels.engines.scan import triton_delta_tiles as delta_tiles
 from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
@@ -64,8 +65,8 @@ def keeps(call, cfg):
     one = decode.one_token(call.dims["T"], call.num_states)
     if one or not (cfg and cfg.keeps) or not (cfg.chunk is None or LEAST <= cfg.chunk <= LONGEST):
         return {}  # chunks of another length are another backend's, or refused where they are launched
-    names = channels.KEPT if _per_channel(call) else delta.KEPT
-    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg, names)
+    names = channels.KEPT if _per_channel(call) else kept_by.KEPT
+    return kept_by.kept_of(call.dims, call.num_states, call.key.dtype, cfg, names)
 
 
 def forward(
@@ -104,7 +105,7 @@ def backward(
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    kept = saved if delta.KEPT[0] in saved else None
+    kept = saved if kept_by.KEPT[0] in saved else None
     d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state, kept)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
