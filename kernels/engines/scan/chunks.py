@@ -44,8 +44,8 @@ class ChunkConfig(Tunables):
         with decays of channels whole chunks, one state for a row, and a scale between 1/256 and 256 (Triton).
       channel_num_warps: warps of a program of Hopper's kernels of pairs and gradients with decays of channels, 4 or 8 (Triton).
       decays_with_pairs: whether one of Hopper's kernels computes decays of channels and pairs, where there are such (Triton).
-      hopper_walks: on Hopper, whether walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls as
-        those of `in_one`, with whole chunks and one state for a row that is not split (Triton).
+      hopper_walks: on Hopper, whether walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls
+        as those of `in_one`, with whole chunks and one state for a row that is not split (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
         its values in all (Triton).
       keeps_states: whether one that `keeps` also keeps states before chunks and what is written to them, so that its backward
