@@ -37,7 +37,7 @@ def tiled(x: jax.Array, layout: Any = SWIZZLED) -> Any:
     return tensor_descriptor(x, (rows, x.size // rows), (CHUNK, CHUNK), layout.value)
 
 
-def _of_channels(of: Any) -> dict[str, int]:
+def _of_channels(of: Any) -> dict[str, Any]:
     """Returns the warps of programs of kernels of channels, and their registers, so that two share a multiprocessor."""
     num_warps = of.cfg.channel_num_warps or 4
     return {"num_warps": num_warps, "max_registers": min(255, 1024 // num_warps)}
@@ -190,6 +190,7 @@ def channel_chunks(of: Any, forgets: float, with_sums: bool, with_pairs: bool) -
     shapes |= {"first": jax.ShapeDtypeStruct((*of.shape, 2), jnp.int32), "keeps": tokens}
     names = tuple(shapes)
     shapes |= {"pairs": square, "a": jax.ShapeDtypeStruct(square.shape, jnp.float32)} if with_pairs else {}
+    unused: dict[str, Any] = {f"{name}_ptr": None for name in ("sums", "pairs", "a") if name not in shapes}
     results = triton_launch(
         channel_chunks_hopper_kernel,
         tiled(x.q),
@@ -209,7 +210,7 @@ def channel_chunks(of: Any, forgets: float, with_sums: bool, with_pairs: bool) -
         SCALE=of.decays["SCALE"],
         FORGETS=forgets,
         REACH=of.decays["REACH"],
-        **{f"{name}_ptr": None for name in ("sums", "pairs", "a") if name not in shapes},
+        **unused,
     )
     found = dict(zip(shapes, results, strict=True))
     pairs = (found["pairs"], _inverse(found["a"], square)) if with_pairs else None

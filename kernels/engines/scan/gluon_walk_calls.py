@@ -34,6 +34,7 @@ def _launch(kernel: Any, run: Any, weights: Any, solve: Any, tokens: Any, state:
     """Launches a walk that reads `tokens`, values or cotangents; returns what is `wanted` of its results by name."""
     names = [name for name in shapes if name in wanted]
     B, N, chunks = run.chunks
+    unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
     outputs = triton_launch(
         kernel,
         None if weights is None else _wide(run.reads),
@@ -57,7 +58,7 @@ def _launch(kernel: Any, run: Any, weights: Any, solve: Any, tokens: Any, state:
         SCALE=run.scale,
         STORER_REGISTERS=STORER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        **{f"{name}_ptr": None for name in shapes if name not in wanted},
+        **unused,
     )
     return dict(zip(names, outputs, strict=True))
 
