@@ -15,9 +15,9 @@ FAULTS = (
         WALKS,
     ),
     Fault(
-        "walks on Hopper: a state is handed over before the last is stored",
-        "gluon_walk_parts:hand_over",
-        "mbarrier.wait($free.index($which), $phase ^ 1)",
+        "walks on Hopper: a tile that is stored is not given back",
+        "gluon_walk_parts:_store_rows",
+        "mbarrier.arrive($free.index($which))",
         "",
         WALKS,
     ),
