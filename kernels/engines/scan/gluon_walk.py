@@ -33,6 +33,8 @@ from kernels.engines.scan.gluon_walk_parts import (
 
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [columns, channels]
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
+BY_TOKEN, BY_CHANNEL = gl.constexpr(gl.SliceLayout(0, SQUARE)), gl.constexpr(gl.SliceLayout(0, STATE))
+EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a number a thread
 WIDE_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
@@ -44,103 +46,123 @@ def _state_at(ptr, head, column, h):
 
 
 @gluon.jit
-def _padding(runs_ptr, token, t, CHANNELS: gl.constexpr):
-    """Returns whether keys of a chunk have padding. With decays of channels in them they are 0 there."""
-    padded = False
+def _ahead(inputs, index, token):
+    """Loads what a chunk has for each token and channel, a chunk before it is needed: (rates, decays until tokens and after them,
+    the decay over the chunk, documents), of what is None anything. A thread has one number of each."""
+    beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr = inputs
+    t = gl.arange(0, C, EACH)
+    beta = gl.load(beta_ptr + index * C + t)
+    enters, leaves, runs = beta, beta, t
+    if enters_ptr is not None:
+        enters, leaves = gl.load(enters_ptr + index * C + t), gl.load(leaves_ptr + index * C + t)
+        whole = gl.load(whole_ptr + index)
+    else:
+        whole = gl.load(whole_ptr + index * WIDTH + gl.arange(0, WIDTH, EACH))
     if runs_ptr is not None:
-        if not CHANNELS:
-            padded = gl.max(gl.where(gl.load(runs_ptr + token + t) < 0, 1, 0), axis=0) > 0
-    return padded
+        runs = gl.load(runs_ptr + token + t)
+    return beta, enters, leaves, whole, runs
 
 
 @gluon.jit
-def _clean(tile, runs_ptr, token, padded, CHANNELS: gl.constexpr):
-    """Sets tokens of padding to zero in a tile of keys: they may hold anything, even NaN."""
-    if runs_ptr is not None:
-        if not CHANNELS:
-            if padded:
-                there = gl.load(runs_ptr + token + gl.arange(0, C, gl.SliceLayout(1, WIDE_KEYS))) >= 0
-                x = tile.load(WIDE_KEYS)
-                tile.store(gl.where(there[:, None], x, gl.zeros_like(x)))
-                fence_async_shared()
-
-
-@gluon.jit
-def _valid(x, runs_ptr, token, t):
-    """Returns x [columns, tokens], 0 at padding."""
-    if runs_ptr is not None:
-        x = gl.where((gl.load(runs_ptr + token + t) >= 0)[None, :], x, gl.zeros_like(x))
+def _valid(x, runs, of: gl.constexpr, PADDED: gl.constexpr):
+    """Returns x [columns, tokens] in a layout whose rows are as `of`, 0 at padding."""
+    if PADDED:
+        x = gl.where((gl.convert_layout(runs, of) >= 0)[None, :], x, gl.zeros_like(x))
     return x
 
 
 @gluon.jit
-def _whole(whole_ptr, index, h, CHANNELS: gl.constexpr):
-    """Returns the decays over a chunk, of channels [128] or of the head."""
-    return gl.load(whole_ptr + index * WIDTH + h) if CHANNELS else gl.load(whole_ptr + index)
+def _clean(tile, runs, padded, PADDED: gl.constexpr):
+    """Sets tokens of padding to zero in a tile of keys without decays: they may hold anything, even NaN."""
+    if PADDED:
+        if padded:
+            x, there = tile.load(WIDE_KEYS), gl.convert_layout(runs, gl.SliceLayout(1, WIDE_KEYS)) >= 0
+            tile.store(gl.where(there[:, None], x, gl.zeros_like(x)))
+            fence_async_shared()
+
+
+@gluon.jit
+def _padding(runs, PADDED: gl.constexpr):
+    padded = False
+    if PADDED:
+        padded = gl.max(gl.where(runs < 0, 1, 0), axis=0) > 0
+    return padded
 
 
 @gluon.jit
 def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE: gl.constexpr):
-    beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr, entries_ptr, exits_ptr = inputs
+    of_chunks, entries_ptr, exits_ptr = inputs
+    beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr = of_chunks
     states_ptr, written_ptr, out_ptr = wanted
     keys, small = rings
     of_states, of_tokens, ready, free = hands
     CHANNELS: gl.constexpr = enters_ptr is None
+    PADDED: gl.constexpr = runs_ptr is not None
+    PADDED_KEYS: gl.constexpr = PADDED and not CHANNELS  # with decays of channels in them they are 0 there
     READS: gl.constexpr = out_ptr is not None
     dtype: gl.constexpr = of_tokens.dtype
     hand = ready, free
     head, n, column, begin = place(CHUNKS, N)
-    t, h = gl.arange(0, C, gl.SliceLayout(0, SQUARE)), gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
+    h = gl.arange(0, WIDTH, BY_CHANNEL)
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
     state = gl.zeros([C, WIDTH], gl.float32, STATE)
     if entries_ptr is not None:
         state = gl.load(_state_at(entries_ptr, head, column, h))
     slot, phase, small_slot, small_phase = 0, 0, 0, 0
+    near_out = zeros.to(dtype)
+    following = _ahead(of_chunks, head * CHUNKS, begin)
     for c in range(CHUNKS):
-        index, token = head * CHUNKS + c, begin + c * C
         now = c & 1
+        beta, enters, leaves, whole, runs = following
+        later = gl.minimum(c + 1, CHUNKS - 1)
+        following = _ahead(of_chunks, head * CHUNKS + later, begin + later * C)
         near = state.to(dtype)
         left = gl.convert_layout(near, gl.DotOperandLayout(0, SQUARE, 2))
-        beta, whole = gl.load(beta_ptr + index * C + t), _whole(whole_ptr, index, h, CHANNELS)
         k, k_free, slot, phase = arrived(keys, slot, phase, KEYS)
-        padded = _padding(runs_ptr, token, t, CHANNELS)
-        _clean(k, runs_ptr, token, padded, CHANNELS)
+        padded = _padding(runs, PADDED_KEYS)
+        _clean(k, runs, padded, PADDED_KEYS)
         old = product_of(left, k.permute((1, 0)), zeros, False)
         if READS:
             q, q_free, slot, phase = arrived(keys, slot, phase, KEYS)
-            _clean(q, runs_ptr, token, padded, CHANNELS)
+            _clean(q, runs, padded, PADDED_KEYS)
             out = product_of(left, q.permute((1, 0)), zeros, False)
+            if c > 0:  # of the chunk before: now products hide it
+                hand_over(of_tokens.index(1), hand, SECOND, now ^ 1, near_out)
+        rates = gl.convert_layout(beta, BY_TOKEN)
+        if CHANNELS:
+            fading = gl.convert_layout(whole, BY_CHANNEL)[None, :]
+        else:
+            fading = whole
+            enters, leaves = gl.convert_layout(enters, BY_TOKEN), gl.convert_layout(leaves, BY_TOKEN)
         if states_ptr is not None:
             hand_over(of_states.index(0), hand, OF_STATE, now, near)
         values, v_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
         solve, solve_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
         old = warpgroup_mma_wait(1 if READS else 0, (old,))
-        x = _valid(values.permute((1, 0)).load(SQUARE), runs_ptr, token, t)
+        x = _valid(values.permute((1, 0)).load(SQUARE), runs, BY_TOKEN, PADDED)
         if not CHANNELS:
-            enters, leaves = gl.load(enters_ptr + index * C + t), gl.load(leaves_ptr + index * C + t)
             old *= enters[None, :]
-        x = gl.convert_layout(((x.to(gl.float32) - old) * beta[None, :]).to(dtype), LEFT)
+        x = gl.convert_layout(((x.to(gl.float32) - old) * rates[None, :]).to(dtype), LEFT)
         written = product_of(x, solve.permute((1, 0)), zeros, False)
         if CHANNELS:
             mbarrier.arrive(k_free)
-            state *= whole[None, :]
-        else:
-            state *= whole
-        if READS:
-            written, out = warpgroup_mma_wait(0, (written, out))
-        else:
-            written = warpgroup_mma_wait(0, (written,))
-        near_written = written.to(dtype)
+        state *= fading
         writes, writes_free, weights_free = k, k_free, k_free
         if CHANNELS:
             writes, writes_free, slot, phase = arrived(keys, slot, phase, KEYS)
+        if READS:
+            weights, weights_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
+            written, out = warpgroup_mma_wait(0, (written, out))
+            if not CHANNELS:
+                out *= (enters * SCALE)[None, :]
+        else:
+            written = warpgroup_mma_wait(0, (written,))
+        near_written = written.to(dtype)
+        if CHANNELS:
             state = product_of(gl.convert_layout(near_written, LEFT), writes, state, True)
         else:
             state = product_of(gl.convert_layout((written * leaves[None, :]).to(dtype), LEFT), writes, state, True)
         if READS:
-            if not CHANNELS:
-                out *= (enters * SCALE)[None, :]
-            weights, weights_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
             out = product_of(gl.convert_layout(near_written, LEFT), weights.permute((1, 0)), out, True)
             mbarrier.arrive(q_free)
         mbarrier.arrive(v_free)
@@ -154,54 +176,63 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
             state = warpgroup_mma_wait(0, (state,))
         mbarrier.arrive(writes_free)
         if READS:
-            hand_over(of_tokens.index(1), hand, SECOND, now, out.to(dtype))
+            near_out = out.to(dtype)
+    if READS:
+        hand_over(of_tokens.index(1), hand, SECOND, CHUNKS - 1 & 1, near_out)
     if exits_ptr is not None:
         gl.store(_state_at(exits_ptr, head, column, h), state)
 
 
 @gluon.jit
 def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE: gl.constexpr):
-    beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr, d_exits_ptr, d_entries_ptr = inputs
+    of_chunks, d_exits_ptr, d_entries_ptr = inputs
+    beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr = of_chunks
     keys, small = rings
     of_states, of_tokens, ready, free = hands
     CHANNELS: gl.constexpr = enters_ptr is None
+    PADDED: gl.constexpr = runs_ptr is not None
+    PADDED_KEYS: gl.constexpr = PADDED and not CHANNELS  # with decays of channels in them they are 0 there
     dtype: gl.constexpr = of_tokens.dtype
     hand = ready, free
     head, n, column, begin = place(CHUNKS, N)
-    t, h = gl.arange(0, C, gl.SliceLayout(0, SQUARE)), gl.arange(0, WIDTH, gl.SliceLayout(0, STATE))
-    by_left = gl.arange(0, C, gl.SliceLayout(0, LEFT))
+    h = gl.arange(0, WIDTH, BY_CHANNEL)
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
     d_state = gl.load(_state_at(d_exits_ptr, head, column, h))
     slot, phase, small_slot, small_phase = 0, 0, 0, 0
+    following = _ahead(of_chunks, head * CHUNKS + CHUNKS - 1, begin + (CHUNKS - 1) * C)
     for step in range(CHUNKS):
-        c = CHUNKS - 1 - step
-        index, token = head * CHUNKS + c, begin + c * C
         now = step & 1
+        beta, enters, leaves, whole, runs = following
+        later = gl.maximum(CHUNKS - 2 - step, 0)
+        following = _ahead(of_chunks, head * CHUNKS + later, begin + later * C)
         near = d_state.to(dtype)
         left = gl.convert_layout(near, gl.DotOperandLayout(0, SQUARE, 2))
-        beta, whole = gl.load(beta_ptr + index * C + t), _whole(whole_ptr, index, h, CHANNELS)
         writes, writes_free, slot, phase = arrived(keys, slot, phase, KEYS)
-        padded = _padding(runs_ptr, token, t, CHANNELS)
-        _clean(writes, runs_ptr, token, padded, CHANNELS)
+        padded = _padding(runs, PADDED_KEYS)
+        _clean(writes, runs, padded, PADDED_KEYS)
         d_written = product_of(left, writes.permute((1, 0)), zeros, False)
         d_outs, d_out_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
-        d_out = _valid(d_outs.permute((1, 0)).load(LEFT), runs_ptr, token, by_left)
+        d_out = _valid(d_outs.permute((1, 0)).load(LEFT), runs, gl.SliceLayout(0, LEFT), PADDED)
         weights, weights_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
+        back = gl.convert_layout(-beta * enters if not CHANNELS else -beta, BY_TOKEN)
         d_read = d_out
-        if not CHANNELS:
-            d_written = warpgroup_mma_wait(0, (d_written,))
-            d_written *= gl.load(leaves_ptr + index * C + t)[None, :]
-            enters = gl.load(enters_ptr + index * C + t)
-            of_reads = gl.load(enters_ptr + index * C + by_left) * SCALE
+        if CHANNELS:
+            fading = gl.convert_layout(whole, BY_CHANNEL)[None, :]
+        else:
+            fading = whole
+            of_reads = gl.convert_layout(enters * SCALE, gl.SliceLayout(0, LEFT))
             d_read = (d_out.to(gl.float32) * of_reads[None, :]).to(dtype)
+            leaves = gl.convert_layout(leaves, BY_TOKEN)
+            d_written = warpgroup_mma_wait(0, (d_written,))
+            d_written *= leaves[None, :]
         d_written = product_of(d_out, weights, d_written, True)
         hand_over(of_states.index(0), hand, OF_STATE, now, near)
         solve, solve_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
         q, q_free, slot, phase = arrived(keys, slot, phase, KEYS)
-        _clean(q, runs_ptr, token, padded, CHANNELS)
+        _clean(q, runs, padded, PADDED_KEYS)
+        d_state *= fading
         d_written = warpgroup_mma_wait(0, (d_written,))
         du = product_of(gl.convert_layout(d_written.to(dtype), LEFT), solve, zeros, False)
-        d_state *= whole[None, :] if CHANNELS else whole
         d_state = product_of(d_read, q, d_state, True)
         mbarrier.arrive(d_out_free)
         mbarrier.arrive(weights_free)
@@ -210,10 +241,7 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
             mbarrier.arrive(writes_free)
             k, k_free, slot, phase = arrived(keys, slot, phase, KEYS)
         du = warpgroup_mma_wait(1, (du,))
-        back = du * -beta[None, :]
-        if not CHANNELS:
-            back *= enters[None, :]
-        d_state = product_of(gl.convert_layout(back.to(dtype), LEFT), k, d_state, True)
+        d_state = product_of(gl.convert_layout((du * back[None, :]).to(dtype), LEFT), k, d_state, True)
         mbarrier.arrive(solve_free)
         hand_over(of_tokens.index(0), hand, FIRST, now, du.to(dtype))
         d_state = warpgroup_mma_wait(0, (d_state,))
@@ -252,7 +280,7 @@ def delta_walk_hopper_kernel(
     dtype: gl.constexpr = k_desc.dtype
     rings, hands = (ring_of(dtype, KEYS, WIDTH), ring_of(dtype, SMALL, C)), hands_of(dtype)
     descs = q_desc, k_desc, writes_desc, v_desc, pairs_desc, solve_desc
-    inputs = beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr, entries_ptr, exits_ptr
+    inputs = (beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr), entries_ptr, exits_ptr
     wanted = states_ptr, written_ptr, out_ptr
     gl.warp_specialize(
         [
@@ -293,7 +321,7 @@ def delta_reverse_hopper_kernel(
     dtype: gl.constexpr = k_desc.dtype
     rings, hands = (ring_of(dtype, KEYS, WIDTH), ring_of(dtype, SMALL, C)), hands_of(dtype)
     descs = q_desc, k_desc, writes_desc, d_out_desc, pairs_desc, solve_desc
-    inputs = beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr, d_exits_ptr, d_entries_ptr
+    inputs = (beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr), d_exits_ptr, d_entries_ptr
     gl.warp_specialize(
         [
             (_reverse, (inputs, rings, hands, CHUNKS, N, SCALE)),
