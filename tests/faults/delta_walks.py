@@ -1,10 +1,9 @@
-"""Faults of Hopper's kernels of the walks of a delta rule, and of decays of channels with pairs."""
+"""Faults of Hopper's kernels of the walks of a delta rule."""
 
 from faults import Fault
 
 WALKS = "tests/kernels/test_delta_walks_hopper.py -k test_walks"
 WHICH = "tests/kernels/test_delta_walks_hopper.py -k which_walks"
-CHUNKS = "tests/kernels/test_delta_walks_hopper.py -k test_decays_with_pairs"
 
 FAULTS = (
     Fault(
@@ -24,14 +23,14 @@ FAULTS = (
     Fault(
         "walks on Hopper: values of padding are read",
         "gluon_walk:_valid",
-        "gl.where((gl.load($runs + $token + $t) >= 0)[None, :], $x, gl.zeros_like($x))",
+        "gl.where((gl.convert_layout($runs, $layout) >= 0)[None, :], $x, gl.zeros_like($x))",
         "$x",
         WALKS,
     ),
     Fault(
         "walks on Hopper: keys of padding are read",
         "gluon_walk:_padding",
-        "gl.max(gl.where(gl.load($runs + $token + $t) < 0, 1, 0), axis=0) > 0",
+        "gl.max(gl.where($runs < 0, 1, 0), axis=0) > 0",
         "False",
         f"{WALKS} -k head",
     ),
@@ -45,8 +44,8 @@ FAULTS = (
     Fault(
         "walks on Hopper: the state fades after the chunk's writes",
         "gluon_walk:_walk",
-        "mbarrier.arrive($free)\n$state *= $whole[None, :]",
-        "mbarrier.arrive($free)",
+        "$state *= $fading",
+        "",
         f"{WALKS} -k channel",
     ),
     Fault(
@@ -59,8 +58,8 @@ FAULTS = (
     Fault(
         "walks on Hopper: the gradient of a state passes no rate",
         "gluon_walk:_reverse",
-        "$back = $du * -$beta[None, :]",
-        "$back = -$du",
+        "gl.convert_layout(-$beta * $enters if not $channels else -$beta, BY_TOKEN)",
+        "gl.convert_layout(-$enters if not $channels else $beta * 0.0 - 1.0, BY_TOKEN)",
         WALKS,
     ),
     Fault(
@@ -83,40 +82,5 @@ FAULTS = (
         "store_state($states_ptr, $head.to(tl.int64) * CHUNKS + $c, $h, $v, $state, True, H, Hv)",
         "store_state($states_ptr, $head.to(tl.int64) * CHUNKS + CHUNKS - 1 - $c, $h, $v, $state, True, H, Hv)",
         "tests/kernels/test_delta_triton.py -k both_ways_at_once",
-    ),
-    Fault(
-        "decays with pairs: log decays in one part of three",
-        "gluon_channel_chunks:_sums",
-        "gl.static_range($count)",
-        "gl.static_range(1)",
-        CHUNKS,
-    ),
-    Fault(
-        "decays with pairs: a write fades by its own decay",
-        "gluon_channel_chunks:channel_chunks_hopper_kernel",
-        "gl.where(again($row)[:, None] < $u[None, :], 1.0, 0.0)",
-        "gl.where(again($row)[:, None] <= $u[None, :], 1.0, 0.0)",
-        CHUNKS,
-    ),
-    Fault(
-        "decays with pairs: a level's read lacks its own decay",
-        "gluon_channel_chunks:_factors",
-        "$t[:, None] >= $u[None, :]",
-        "$t[:, None] > $u[None, :]",
-        CHUNKS,
-    ),
-    Fault(
-        "decays with pairs: log decays of padding are read",
-        "gluon_channel_chunks:_kept",
-        "gl.where((gl.load($runs + $t) >= 0)[:, None], $a, 0.0)",
-        "$a",
-        CHUNKS,
-    ),
-    Fault(
-        "decays with pairs: an old document leaves its chunk",
-        "gluon_channel_chunks:channel_chunks_hopper_kernel",
-        "$leaving = gl.where(($run == $last)[:, None], $leaving, 0.0)\n$whole = gl.where($before == $last, $whole, 0.0)",
-        "$whole = gl.where($before == $last, $whole, 0.0)",
-        CHUNKS,
     ),
 )

@@ -42,8 +42,6 @@ class ChunkConfig(Tunables):
         channels: whether Hopper's kernels compute pairs, products of gradients with states, and what decays do to both. Calls
         that these kernels do not have take the others: they have 16 bits, heads of 128 channels and chunks of 64 tokens, and
         with decays of channels whole chunks, one state for a row, and a scale between 1/256 and 256 (Triton).
-      channel_num_warps: warps of a program of Hopper's kernels of pairs and gradients with decays of channels, 4 or 8 (Triton).
-      decays_with_pairs: whether one of Hopper's kernels computes decays of channels and pairs, where there are such (Triton).
       hopper_walks: on Hopper, whether walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls
         as those of `in_one`, with whole chunks and one state for a row that is not split (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
@@ -62,22 +60,16 @@ class ChunkConfig(Tunables):
     backward_num_warps: int | None = None
     at_once: bool | None = None
     in_one: bool | None = None
-    channel_num_warps: int | None = None
-    decays_with_pairs: bool | None = None
     hopper_walks: bool | None = None
     keeps: bool | None = None
     keeps_states: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("chunk", "block_v", "channel_num_warps"):
+        for name in ("chunk", "block_v"):
             size = getattr(self, name)
             if size is not None and size & (size - 1):
                 raise ValueError(f"argument 'cfg': ChunkConfig.{name} = {size} is not a power of 2; use one, or None")
-        if self.channel_num_warps not in (None, 4, 8):
-            raise ValueError(
-                f"argument 'cfg': ChunkConfig.channel_num_warps = {self.channel_num_warps}; use 4, 8 or None"
-            )
 
 
 @dataclass(frozen=True)

@@ -19,31 +19,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from kernels.engines.scan.gluon_channel_parts import (
+    BY_COLUMN,
+    BY_ROW,
     LEVELS,
     LOG2E,
+    SQUARE,
     SUMS,
+    WARPS,
     clear_padding,
     factors,
     run_of,
-    square_of,
     store_tile,
     wide,
 )
 from kernels.engines.scan.gluon_tiles import WIDTH, C, again, product_of
 from kernels.toolchains.gluon import SWIZZLED
 
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))
 # Tiles of 64 by 64: four of tokens and pairs, three of gradients, and five of operands.
 Q, K, PAIRS, SOLVED, OF_TOKENS = (gl.constexpr(i) for i in (0, 1, 2, 3, 4))
 READS, LEAVES, KEEPS, LOADED = (gl.constexpr(i) for i in (4, 5, 6, 7))
 QUERY, KEY, READER, SEEN, SEEN_SOLVED, TILES = (gl.constexpr(i) for i in (7, 8, 9, 10, 11, 12))
 # Pairs as words of two columns, of which a mask keeps both or the first.
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+OF_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0]))
 FIRST = gl.constexpr(0xFFFF)
-
-
-@gluon.constexpr_function
-def _of_words(warps):
-    return gl.BlockedLayout([1, 4], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -97,7 +97,7 @@ def _of_blocks(rows, columns, most):
 @gluon.jit
 def _masked(words, tile: gl.constexpr, to: gl.constexpr, wanted):
     """Copies the pairs of a tile that are wanted to another, and 0 for the others."""
-    words.index(to).store(words.index(tile).load(_of_words(gl.num_warps())) & wanted)
+    words.index(to).store(words.index(tile).load(OF_WORDS) & wanted)
 
 
 @gluon.jit
@@ -105,7 +105,7 @@ def _through_pairs(tiles, words, sums, sums_ptr, token, column, at_level, t, row
                   STRIDE: gl.constexpr):  # fmt: skip
     """Adds what passes through pairs of the chunk to the gradients of queries, keys, sums of log decays, and rates."""
     dtype: gl.constexpr = tiles.dtype
-    zeros = gl.zeros([C, C], gl.float32, square_of(gl.num_warps()))
+    zeros = gl.zeros([C, C], gl.float32, SQUARE)
     for number in range(gl.maximum(at_level - 1, 0), LEVELS):
         reads, writes = factors(sums, sums_ptr, token, column, number, at_level, STRIDE)
         if number < at_level:
@@ -149,8 +149,6 @@ def _through_pairs(tiles, words, sums, sums_ptr, token, column, at_level, t, row
 def _store_gradients(tiles, token, column, t, h, dq, dk, of_sums, total, dq_ptr, dk_ptr, da_ptr,
                     SCALE: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
     """Stores the gradients of queries, keys and log decays."""
-    SQUARE: gl.constexpr = square_of(gl.num_warps())
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SQUARE, 2)
     parts = tiles.reinterpret(gl.bfloat16, [TILES, C, C], SWIZZLED)
     for i in gl.static_range(3):
         near = (of_sums.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
@@ -200,8 +198,6 @@ def channel_gradients_hopper_kernel(
 ):
     ROW: gl.constexpr = N * WIDTH
     ITEMS: gl.constexpr = B * CHUNKS * N * 2
-    SQUARE: gl.constexpr = square_of(gl.num_warps())
-    OF_WORDS: gl.constexpr = _of_words(gl.num_warps())
     descs = q_desc, k_desc, d_pairs_desc, d_solved_desc, d_reads_desc, d_leaves_desc, d_keeps_desc, sums_desc
     tiles = gl.allocate_shared_memory(q_desc.dtype, [TILES, C, C], SWIZZLED)
     sums = gl.allocate_shared_memory(gl.float32, [C, C], SUMS)
@@ -210,7 +206,7 @@ def channel_gradients_hopper_kernel(
     buffers = tiles, sums, full
     _load_gradients(gl.program_id(0), descs, buffers, N, CHUNKS)
     _load_tokens(gl.program_id(0), descs, buffers, N, KQ, KK, CHUNKS)
-    t, h = gl.arange(0, C, gl.SliceLayout(1, SQUARE)), gl.arange(0, C, gl.SliceLayout(0, SQUARE))
+    t, h = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
     words = tiles.reinterpret(gl.int32, [TILES, C, C // 2], WORDS)
     rows, columns = gl.arange(0, C, gl.SliceLayout(1, OF_WORDS)), 2 * gl.arange(0, C // 2, gl.SliceLayout(0, OF_WORDS))
     phase = 0

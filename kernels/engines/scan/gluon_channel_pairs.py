@@ -15,12 +15,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from kernels.engines.scan.gluon_channel_parts import (
+    BY_COLUMN,
+    BY_ROW,
     LEVELS,
+    SQUARE,
     SUMS,
     clear_padding,
     factors,
     run_of,
-    square_of,
     store_tile,
     wide,
 )
@@ -51,7 +53,7 @@ def _of_level(t, s, number):
 
 
 @gluon.jit
-def seen_pairs(t, s, number, at_level):
+def _seen(t, s, number, at_level):
     """Returns which pairs [t, s] a step has."""
     if number < at_level:
         seen = (t[:, None] > s[None, :]) & ((t[:, None] ^ s[None, :]) < (2 << number))
@@ -81,8 +83,6 @@ def channel_pairs_hopper_kernel(
     SCALE: gl.constexpr,
 ):
     ITEMS: gl.constexpr = B * CHUNKS * N
-    SQUARE: gl.constexpr = square_of(gl.num_warps())
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     dtype: gl.constexpr = q_desc.dtype
     tiles = gl.allocate_shared_memory(dtype, [TILES, C, C], SWIZZLED)
     sums = gl.allocate_shared_memory(gl.float32, [HALVES, C, C], SUMS)
@@ -92,7 +92,7 @@ def channel_pairs_hopper_kernel(
         mbarrier.init(full.index(half), count=1)
     for half in gl.static_range(HALVES):
         _load(gl.program_id(0), half, descs, buffers, N, KQ, KK)
-    t, s = gl.arange(0, C, BY_ROW), gl.arange(0, C, gl.SliceLayout(0, SQUARE))
+    t, s = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
     query, key, reader = tiles.index(QUERY), tiles.index(KEY), tiles.index(READER)
     phase = 0
@@ -121,7 +121,7 @@ def channel_pairs_hopper_kernel(
                 fence_async_shared()
                 more = product_of(query, key.permute((1, 0)), zeros, False)
                 more_of_keys = product_of(reader, key.permute((1, 0)), zeros, False)
-                seen = seen_pairs(t, s, number, at_level)
+                seen = _seen(t, s, number, at_level)
                 more, more_of_keys = warpgroup_mma_wait(0, (more, more_of_keys))
                 # Pairs that a step does not have may overflow.
                 weights += gl.where(seen, more, 0.0)

@@ -11,21 +11,14 @@ from triton.experimental.gluon import language as gl
 
 from kernels.engines.scan.gluon_tiles import C, again
 
+WARPS = gl.constexpr(4)  # of a program, of which two share a multiprocessor
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 256 // WARPS, 16]))
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0]))  # 16 contiguous bytes a thread
 LOG2E = gl.constexpr(1.4426950408889634)
 LEVELS = gl.constexpr(6)  # of 64 tokens
 SUMS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-
-
-@gluon.constexpr_function
-def square_of(warps):
-    """Returns the layout of a matrix [64, 64] as a product of a program of 4 or 8 warps leaves it."""
-    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 256 // warps, 16])
-
-
-@gluon.constexpr_function
-def wide_of(warps):
-    """Returns the layout of a tile with 16 contiguous bytes a thread."""
-    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+BY_ROW = gl.constexpr(gl.SliceLayout(1, SQUARE))
+BY_COLUMN = gl.constexpr(gl.SliceLayout(0, SQUARE))
 
 
 @gluon.jit
@@ -37,13 +30,12 @@ def run_of(ptr):
 
 @gluon.jit
 def wide(tile):
-    return tile.load(square_of(gl.num_warps())).to(gl.float32)
+    return tile.load(SQUARE).to(gl.float32)
 
 
 @gluon.jit
 def clear_padding(tiles, first: gl.constexpr, runs_ptr):
     """Sets tokens of padding to zero in two tiles: they may hold anything, even NaN."""
-    WIDE: gl.constexpr = wide_of(gl.num_warps())
     there = gl.load(runs_ptr + gl.arange(0, C, gl.SliceLayout(1, WIDE))) >= 0
     for i in gl.static_range(2):
         tile = tiles.index(first + i)
@@ -55,15 +47,13 @@ def clear_padding(tiles, first: gl.constexpr, runs_ptr):
 def store_tile(ptr, x, tile, token, column, STRIDE: gl.constexpr):
     """Stores [tokens, channels] of a chunk through a tile, so that each thread writes 16 contiguous bytes; in other dtypes than
     the tile's from registers."""
-    WIDE: gl.constexpr = wide_of(gl.num_warps())
-    SQUARE: gl.constexpr = square_of(gl.num_warps())
     if ptr.dtype.element_ty == tile.dtype:
         tile.store(x.to(tile.dtype))
         rows, columns = gl.arange(0, C, gl.SliceLayout(1, WIDE)), gl.arange(0, C, gl.SliceLayout(0, WIDE))
         at = (token + rows).to(gl.int64)[:, None] * STRIDE + (column + columns)[None, :]
         gl.store(ptr + at, tile.load(WIDE))
     else:
-        rows, columns = gl.arange(0, C, gl.SliceLayout(1, SQUARE)), gl.arange(0, C, gl.SliceLayout(0, SQUARE))
+        rows, columns = gl.arange(0, C, BY_ROW), gl.arange(0, C, BY_COLUMN)
         at = (token + rows).to(gl.int64)[:, None] * STRIDE + (column + columns)[None, :]
         gl.store(ptr + at, x.to(ptr.dtype.element_ty))
 
@@ -80,10 +70,9 @@ def factors(sums, sums_ptr, token, column, number, at_level, ROW: gl.constexpr):
     """Returns the decays of a step as tokens read and as they are written, [C, C]. If number < at_level, they are those of
     blocks of 2 << number tokens, referred to the middle of each channel's sums over its block; else those of the level of
     1 << number tokens, the same twice."""
-    SQUARE: gl.constexpr = square_of(gl.num_warps())
-    columns = column + gl.arange(0, C, gl.SliceLayout(0, SQUARE))
+    columns = column + gl.arange(0, C, BY_COLUMN)
     most = 2 << number
-    begin = again(gl.arange(0, C, gl.SliceLayout(1, SQUARE))) & -most
+    begin = again(gl.arange(0, C, BY_ROW)) & -most
     since = sums.load(SQUARE) * LOG2E
     if number < at_level:
         low = _sums_at(sums_ptr, token + begin - 1, columns, begin > 0, ROW)

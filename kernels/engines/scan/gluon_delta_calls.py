@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from kernels.engines.scan import gluon_channel_parts
 from kernels.engines.scan.gluon_channel import channel_products_kernel
-from kernels.engines.scan.gluon_channel_chunks import channel_chunks_hopper_kernel
 from kernels.engines.scan.gluon_channel_gradients import channel_gradients_hopper_kernel
 from kernels.engines.scan.gluon_channel_pairs import channel_pairs_hopper_kernel
 from kernels.engines.scan.gluon_delta import delta_gradients_kernel
@@ -21,6 +20,10 @@ from kernels.toolchains.triton import compute_capability, tensor_descriptor, tri
 
 CHUNK, WIDTH = 64, 128
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+SOLVE_WARPS = 2  # 64.5 us for 73.5 of four, and 70 of one: 4,096 chunks on an H200
+# Of kernels of channels, so that two programs share a multiprocessor.
+WARPS = gluon_channel_parts.WARPS.value
+REGISTERS = min(255, 1024 // WARPS)
 
 
 def fits(x: Any, chunk: int, num_states: int) -> bool:
@@ -35,12 +38,6 @@ def tiled(x: jax.Array, layout: Any = SWIZZLED) -> Any:
     """Returns the descriptor of an array [B, T, heads, 128], or of matrices [B, N, CHUNKS, rows, columns], in tiles."""
     rows = x.size // x.shape[-1] if x.ndim == 5 else x.shape[0] * x.shape[1]
     return tensor_descriptor(x, (rows, x.size // rows), (CHUNK, CHUNK), layout.value)
-
-
-def _of_channels(of: Any) -> dict[str, Any]:
-    """Returns the warps of programs of kernels of channels, and their registers, so that two share a multiprocessor."""
-    num_warps = of.cfg.channel_num_warps or 4
-    return {"num_warps": num_warps, "max_registers": min(255, 1024 // num_warps)}
 
 
 def gradients(run: Any, d_out: jax.Array, walked: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +135,8 @@ def channel_gradients(of: Any, sums: Any, whole: Any, first: Any, of_states: Any
         of.layout.runs,
         out_shape=shapes,
         grid=(min(2 * MULTIPROCESSORS, 2 * B * chunks * N),),
-        **_of_channels(of),
+        num_warps=WARPS,
+        max_registers=REGISTERS,
         B=B,
         T=x.q.shape[1],
         N=N,
@@ -164,7 +162,8 @@ def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
         of.layout.runs,
         out_shape=(square, jax.ShapeDtypeStruct(square.shape, jnp.float32)),
         grid=(min(2 * MULTIPROCESSORS, B * chunks * N),),
-        **_of_channels(of),
+        num_warps=WARPS,
+        max_registers=REGISTERS,
         B=B,
         N=N,
         KQ=x.q.shape[2],
@@ -172,59 +171,9 @@ def channel_pairs(of: Any, sums: Any, first: Any) -> tuple[Any, Any]:
         CHUNKS=chunks,
         SCALE=of.decays["SCALE"],
     )
-    return weights, _inverse(a, square)
-
-
-def channel_chunks(of: Any, forgets: float, with_sums: bool, with_pairs: bool) -> tuple[Any, Any]:
-    """Returns what `Chunks.decays_of_tokens` and `Chunks.pairs` do, of a delta rule in `triton_channel_calls.py`.
-
-    Args:
-      forgets: the least log decay.
-      with_sums: whether the sums of log decays are wanted, which only gradients read; else they are None.
-      with_pairs: whether pairs are; else they are None.
-    """
-    x, (B, N, chunks), square, tokens = of.x, of.shape, of.squares(), of.tokens()
-    a = x.a if x.a.dtype in (jnp.bfloat16, jnp.float32) else x.a.astype(jnp.float32)
-    shapes = {"sums": of.tokens(jnp.float32)} if with_sums else {}
-    shapes |= {"reads": tokens, "leaves": tokens, "whole": of.per_channel()}
-    shapes |= {"first": jax.ShapeDtypeStruct((*of.shape, 2), jnp.int32), "keeps": tokens}
-    names = tuple(shapes)
-    shapes |= {"pairs": square, "a": jax.ShapeDtypeStruct(square.shape, jnp.float32)} if with_pairs else {}
-    unused: dict[str, Any] = {f"{name}_ptr": None for name in ("sums", "pairs", "a") if name not in shapes}
-    results = triton_launch(
-        channel_chunks_hopper_kernel,
-        tiled(x.q),
-        tiled(x.k),
-        tiled(a, SWIZZLED if a.dtype == jnp.bfloat16 else gluon_channel_parts.SUMS),
-        of.beta,
-        of.layout.runs,
-        out_shape=tuple(shapes.values()),
-        grid=(min(2 * MULTIPROCESSORS, B * chunks * N),),
-        **_of_channels(of),
-        B=B,
-        T=x.q.shape[1],
-        N=N,
-        KQ=x.q.shape[2],
-        KK=x.k.shape[2],
-        CHUNKS=chunks,
-        SCALE=of.decays["SCALE"],
-        FORGETS=forgets,
-        REACH=of.decays["REACH"],
-        **unused,
-    )
-    found = dict(zip(shapes, results, strict=True))
-    pairs = (found["pairs"], _inverse(found["a"], square)) if with_pairs else None
-    return tuple(found.get(name) for name in ("sums", *(name for name in names if name != "sums"))), pairs
-
-
-def _inverse(a: jax.Array, square: Any) -> jax.Array:
     scratch = jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32)
+    grid = (B * chunks * N,)
     solve, _ = triton_launch(
-        channel_solve_kernel,
-        a,
-        out_shape=(square, scratch),
-        grid=(math.prod(square.shape[:3]),),
-        num_warps=4,
-        BLOCK_C=CHUNK,
+        channel_solve_kernel, a, out_shape=(square, scratch), grid=grid, num_warps=SOLVE_WARPS, BLOCK_C=CHUNK
     )
-    return solve
+    return weights, solve

@@ -47,8 +47,10 @@ def _state_at(ptr, head, column, h):
 
 @gluon.jit
 def _ahead(inputs, index, token):
-    """Loads what a chunk has for each token and channel, a chunk before it is needed: (rates, decays until tokens and after them,
-    the decay over the chunk, documents), of what is None anything. A thread has one number of each."""
+    """Returns (rates, decays until tokens and after them, the decay over the chunk, documents) of a chunk, anything for None.
+
+    A thread has one number of each. They are loaded a chunk before they are needed: what comes from memory takes longer than
+    a product."""
     beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr = inputs
     t = gl.arange(0, C, EACH)
     beta = gl.load(beta_ptr + index * C + t)

@@ -279,17 +279,12 @@ class DeltaLaunches(delta.Launches):
         self.decays_of = chunks_of(x, self.beta, None, self, scale, cfg)
         # Hopper's kernel of gradients divides rates by the scale, and has its logarithm.
         self.in_one = self.in_one and 1 / MOST_SCALE <= scale <= MOST_SCALE
-        self.with_pairs = self.in_one and bool(cfg.decays_with_pairs)
 
     def log_decay(self) -> None:
         return None
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Returns (what outputs read of writes, the inverses); sets what walks read and write."""
-        if self.with_pairs:
-            decays, found = gluon.channel_chunks(self.decays_of, FORGETS_CHANNEL, self.of_gradients, True)
-            self.take(decays)
-            return found
         sums, first = self.decay_tokens()
         if self.in_one:
             return gluon.channel_pairs(self.decays_of, sums, first)
@@ -303,13 +298,7 @@ class DeltaLaunches(delta.Launches):
         return weights, solve
 
     def decay_tokens(self) -> tuple[Any, Any]:
-        if self.with_pairs:  # the same bits as in the forward
-            return self.take(gluon.channel_chunks(self.decays_of, FORGETS_CHANNEL, True, False)[0])
-        return self.take(self.decays_of.decays_of_tokens())
-
-    def take(self, decays: Any) -> tuple[Any, Any]:
-        """Sets what walks and gradients read of `Chunks.decays_of_tokens`; returns sums of log decays, and first levels."""
-        sums, self.reads, self.writes, whole, first, self.keeps = decays
+        sums, self.reads, self.writes, whole, first, self.keeps = self.decays_of.decays_of_tokens()
         self.fades, self.decays = (None, None, whole), (sums, whole, first)
         return sums, first
 

@@ -46,7 +46,6 @@ class Launches:
     """The launches of one call."""
 
     names_kept: tuple[str, ...] = KEPT
-    of_gradients = True  # whether `pairs` returns, or sets, what only gradients read
 
     def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         self.x, self.cfg, self.work = x, cfg, work
@@ -345,7 +344,6 @@ def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
 
 def keeping(run: Launches, differentiated: bool = True) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
     """Returns (what `forward` does, what `backward` takes of it: see `triton_delta_kept.kept_of`)."""
-    run.of_gradients = False
     pairs = run.pairs()
     parts = run.parts(pairs[1])
     of_walk = KEPT_OF_WALK if differentiated and run.cfg.keeps and run.cfg.keeps_states else ()

@@ -326,7 +326,6 @@ _LANGUAGE = _Words(
     minimum=lambda x, y: tensor(np.fmin(x, y)),
     maximum=lambda x, y: tensor(np.fmax(x, y)),
     max=lambda x, axis: tensor(np.fmax.reduce(x, axis)),
-    min=lambda x, axis: tensor(np.fmin.reduce(x, axis)),
     sum=lambda x, axis: tensor(np.add.reduce(x, axis, dtype=x.dtype)),
     exp=np.exp,
     exp2=np.exp2,
