@@ -100,7 +100,7 @@ def test_both_ways_at_once_of_what_the_forward_kept(packed, states):
         ("many_heads_8k", True, False, True),
         ("few_heads_32k", True, False, True),
         ("packed_4_of_8k", True, True, False),
-        ("kimi_linear", None, None, True),
+        ("kimi_linear", True, None, True),
     ],
 )
 def test_what_a_backward_takes_of_its_forward_and_which_kernels_it_joins(case, keeps, at_once, in_one):

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from kernels.engines.scan.gluon_tiles import SQUARE, WIDTH, C, product_of
+from kernels.engines.scan.gluon_tiles import SQUARE, WIDTH, C, again, product_of
 from kernels.engines.scan.gluon_walk_parts import (
     FIRST,
     KEYS,
@@ -111,7 +111,7 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
     if entries_ptr is not None:
         state = gl.load(_state_at(entries_ptr, head, column, h))
     slot, phase, small_slot, small_phase = 0, 0, 0, 0
-    near_out = zeros.to(dtype)
+    near_out, last_key, last_small = zeros.to(dtype), 0, 0
     following = _ahead(of_chunks, head * CHUNKS, begin)
     for c in range(CHUNKS):
         now = c & 1
@@ -120,6 +120,7 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
         following = _ahead(of_chunks, head * CHUNKS + later, begin + later * C)
         near = state.to(dtype)
         left = gl.convert_layout(near, gl.DotOperandLayout(0, SQUARE, 2))
+        own_slot = slot
         k, k_free, slot, phase = arrived(keys, slot, phase, KEYS)
         padded = _padding(runs, PADDED_KEYS)
         _clean(k, runs, padded, PADDED_KEYS)
@@ -128,8 +129,11 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
             q, q_free, slot, phase = arrived(keys, slot, phase, KEYS)
             _clean(q, runs, padded, PADDED_KEYS)
             out = product_of(left, q.permute((1, 0)), zeros, False)
-            if c > 0:  # of the chunk before: now products hide it
+            if c > 0:
                 hand_over(of_tokens.index(1), hand, SECOND, now ^ 1, near_out)
+                mbarrier.arrive(small[2].index(last_small))
+        if c > 0:  # what the chunk before leaves to do: now products hide it
+            mbarrier.arrive(keys[2].index(last_key))
         rates = gl.convert_layout(beta, BY_TOKEN)
         if CHANNELS:
             fading = gl.convert_layout(whole, BY_CHANNEL)[None, :]
@@ -148,12 +152,15 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
         written = product_of(x, solve.permute((1, 0)), zeros, False)
         if CHANNELS:
             mbarrier.arrive(k_free)
+        else:  # not before the products above, whose waits the assembler would then take for this
+            fading = again(fading.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
         state *= fading
-        writes, writes_free, weights_free = k, k_free, k_free
+        writes, last_key, last_small = k, own_slot, small_slot
         if CHANNELS:
-            writes, writes_free, slot, phase = arrived(keys, slot, phase, KEYS)
+            last_key = slot
+            writes, _, slot, phase = arrived(keys, slot, phase, KEYS)
         if READS:
-            weights, weights_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
+            weights, _, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
             written, out = warpgroup_mma_wait(0, (written, out))
             if not CHANNELS:
                 out *= (enters * SCALE)[None, :]
@@ -173,12 +180,9 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
             hand_over(of_tokens.index(0), hand, FIRST, now, near_written)
         if READS:
             state, out = warpgroup_mma_wait(0, (state, out))
-            mbarrier.arrive(weights_free)
+            near_out = out.to(dtype)
         else:
             state = warpgroup_mma_wait(0, (state,))
-        mbarrier.arrive(writes_free)
-        if READS:
-            near_out = out.to(dtype)
     if READS:
         hand_over(of_tokens.index(1), hand, SECOND, CHUNKS - 1 & 1, near_out)
     if exits_ptr is not None:
@@ -201,6 +205,7 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
     d_state = gl.load(_state_at(d_exits_ptr, head, column, h))
     slot, phase, small_slot, small_phase = 0, 0, 0, 0
+    last_key, last_queries = 0, 0
     following = _ahead(of_chunks, head * CHUNKS + CHUNKS - 1, begin + (CHUNKS - 1) * C)
     for step in range(CHUNKS):
         now = step & 1
@@ -209,10 +214,14 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
         following = _ahead(of_chunks, head * CHUNKS + later, begin + later * C)
         near = d_state.to(dtype)
         left = gl.convert_layout(near, gl.DotOperandLayout(0, SQUARE, 2))
+        own_slot = slot
         writes, writes_free, slot, phase = arrived(keys, slot, phase, KEYS)
         padded = _padding(runs, PADDED_KEYS)
         _clean(writes, runs, padded, PADDED_KEYS)
         d_written = product_of(left, writes.permute((1, 0)), zeros, False)
+        if step > 0:  # what the chunk before leaves to do: now a product hides it
+            mbarrier.arrive(keys[2].index(last_queries))
+            mbarrier.arrive(keys[2].index(last_key))
         d_outs, d_out_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
         d_out = _valid(d_outs.permute((1, 0)).load(LEFT), runs, gl.SliceLayout(0, LEFT), PADDED)
         weights, weights_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
@@ -230,25 +239,27 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
         d_written = product_of(d_out, weights, d_written, True)
         hand_over(of_states.index(0), hand, OF_STATE, now, near)
         solve, solve_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
-        q, q_free, slot, phase = arrived(keys, slot, phase, KEYS)
+        last_queries, last_key = slot, own_slot
+        q, _, slot, phase = arrived(keys, slot, phase, KEYS)
         _clean(q, runs, padded, PADDED_KEYS)
+        if not CHANNELS:  # see `_walk`
+            fading = again(fading.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
         d_state *= fading
         d_written = warpgroup_mma_wait(0, (d_written,))
         du = product_of(gl.convert_layout(d_written.to(dtype), LEFT), solve, zeros, False)
         d_state = product_of(d_read, q, d_state, True)
         mbarrier.arrive(d_out_free)
         mbarrier.arrive(weights_free)
-        k, k_free = writes, writes_free
+        k = writes
         if CHANNELS:
             mbarrier.arrive(writes_free)
-            k, k_free, slot, phase = arrived(keys, slot, phase, KEYS)
+            last_key = slot
+            k, _, slot, phase = arrived(keys, slot, phase, KEYS)
         du = warpgroup_mma_wait(1, (du,))
         d_state = product_of(gl.convert_layout((du * back[None, :]).to(dtype), LEFT), k, d_state, True)
         mbarrier.arrive(solve_free)
         hand_over(of_tokens.index(0), hand, FIRST, now, du.to(dtype))
         d_state = warpgroup_mma_wait(0, (d_state,))
-        mbarrier.arrive(q_free)
-        mbarrier.arrive(k_free)
     if d_entries_ptr is not None:
         gl.store(_state_at(d_entries_ptr, head, column, h), d_state)
 

@@ -181,7 +181,7 @@ def _tiles(call, cfg):
     d, whole = call.dims, call.num_states == 1 and cfg.chunk == gluon.CHUNK and call.dims["T"] % gluon.CHUNK == 0
     in_one = whole and d["H"] == d["Hv"] == gluon.WIDTH and call.dtype != "float32"
     if _per_channel(call):
-        return replace(cfg, in_one=in_one)
+        return replace(cfg, keeps=True, in_one=in_one)
     # Of wide programs too: of twice as many narrow ones, both were timed where they leave room.
     programs = d["B"] * d["N"] * -(-d["Hv"] // min(delta_tiles.NARROW, cfg.block_v or 1))
     few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
