@@ -235,8 +235,8 @@ FAULTS = (
     Fault(
         "delta of channels on Hopper: the default is the kernels in Triton",
         "delta_rule/triton_gpu:_tiles",
-        "replace($cfg, in_one=$whole)",
-        "$cfg",
+        "replace($cfg, keeps=True, in_one=$whole)",
+        "replace($cfg, keeps=True)",
         "tests/kernels/test_delta_triton.py -k what_a_backward",
     ),
     Fault(
