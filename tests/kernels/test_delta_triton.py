@@ -94,20 +94,22 @@ def test_both_ways_at_once_of_what_the_forward_kept(packed, states):
 
 
 @pytest.mark.parametrize(
-    ("case", "keeps", "at_once", "in_one"),
+    ("case", "keeps", "at_once", "in_one", "hopper_walks"),
     [
-        ("qwen3_next", True, True, True),
-        ("many_heads_8k", True, False, True),
-        ("few_heads_32k", True, False, True),
-        ("packed_4_of_8k", True, True, False),
-        ("kimi_linear", True, None, True),
+        ("qwen3_next", True, True, True, True),
+        ("many_heads_8k", True, False, True, False),
+        ("few_heads_32k", True, False, True, False),
+        ("packed_4_of_8k", True, True, False, False),
+        ("kimi_linear", True, None, True, True),
     ],
 )
-def test_what_a_backward_takes_of_its_forward_and_which_kernels_it_joins(case, keeps, at_once, in_one):
-    """As was timed: of decays of heads, with walks whose programs leave half of each multiprocessor empty."""
+def test_what_a_backward_takes_of_its_forward_and_which_kernels_it_joins(case, keeps, at_once, in_one, hopper_walks):
+    """As was timed: both walks at once, of decays of heads, where programs leave half of each multiprocessor empty; Hopper's
+    walks where programs of 64 columns leave half of the multiprocessors."""
     call = op.bind(**op.case_inputs(next(c for c in op.cases if c.name == case), dtype="bfloat16", shapes_only=True))
     cfg = op.backends["triton_gpu"].heuristic(call, "cuda")
-    assert (cfg.keeps, cfg.at_once, cfg.in_one) == (keeps, at_once, in_one)
+    assert (cfg.keeps, cfg.at_once, cfg.in_one, cfg.hopper_walks) == (keeps, at_once, in_one, hopper_walks)
+    assert not cfg.keeps_states
 
 
 @pytest.mark.slow
@@ -117,7 +119,7 @@ def test_walks_at_once_fit_a_multiprocessor():
     shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.items() if hasattr(x, "dtype")}
 
     def step(x):
-        out, pull = jax.vjp(lambda x: op(**x, platform="triton"), x)
+        out, pull = jax.vjp(lambda x: op(**x, platform="triton", cfg=ChunkConfig(hopper_walks=False)), x)
         return pull(out)
 
     report = export_cuda(step, shapes).kernels
