@@ -37,7 +37,8 @@ class ChunkConfig(Tunables):
       splits: parts of a row that are walked at once (Triton).
       heads: heads of a group that one program takes: it computes their products once, and sums their gradients (Triton).
       backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
-      at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split (Triton).
+      at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split and `hopper_walks`
+        does not take them (Triton).
       in_one: on Hopper, whether one kernel computes all gradients of a delta rule's chunks with decays of heads. With decays of
         channels: whether Hopper's kernels compute pairs, products of gradients with states, and what decays do to both. Calls
         that these kernels do not have take the others: they have 16 bits, heads of 128 channels and chunks of 64 tokens, and
