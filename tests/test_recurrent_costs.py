@@ -153,7 +153,7 @@ def test_plans_for_tpus_count_what_their_kernels_keep(kind, dtype):
     with kernels.compile_for(90):
         kept = op.plan(op.bind(**arrays), None, None, differentiated=True).kept
     assert parts.PARTS[kind].memory(c, on).gpu_rest == nbytes(*kept.values())
-    assert bool(kept) == (kind == "gated_delta"), "what else keeps anything for its backward there?"
+    assert bool(kept) == (kind in ("gated_delta", "kda")), "what else keeps anything for its backward there?"
 
 
 @pytest.mark.parametrize("kind", OF_TPUS)

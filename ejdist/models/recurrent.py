@@ -253,7 +253,7 @@ class KimiDelta(Recurrence):
             reads, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width,
             beside=2 * out, exact=decays, turned=3 * decays, key=m.key_dim, value=m.value_dim,
             narrow=2 * m.rank, raised=decays + out, lifted=m.rank * (decays + out), decays=decays,
-            stored=N * in_lanes(m.key_dim) * in_lanes(m.value_dim), inverses=N * LANES,
+            stored=N * in_lanes(m.key_dim) * in_lanes(m.value_dim), inverses=N * LANES, squares=N,
         )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class Size:
       decays: numbers a token that the recurrence reads in float32, beside `reads`.
       stored, inverses: what kernels of TPUs keep for their backward: numbers of the states at the ends of chunks, as they lie
         there, and a token's of the inverses of a delta rule. lasting: tokens of such a chunk in a narrow dtype.
-      pairs: heads of which kernels for GPUs keep weights of pairs, inverses and what decays leave.
+      pairs: heads of which kernels for GPUs keep weights of pairs, inverses and what decays leave. squares: the first two.
       narrow: results a token of projections that every device has whole. raised: what products of them make. lifted: numbers
         that those products multiply with.
     """
@@ -66,6 +66,7 @@ class Size:
     stored: int = 0
     inverses: int = 0
     pairs: int = 0
+    squares: int = 0
     lasting: int = LANES
     narrow: int = 0
     raised: int = 0
@@ -93,7 +94,8 @@ class Size:
         tokens = (LEAST, LANES) if share.itemsize == 4 else (self.chunk, self.lasting)
         ends = int(part * share.itemsize * (2 * self.state / tokens[0] + self.turned))  # and the gradients there
         kept = int(part * share.itemsize * (self.stored / tokens[1] + self.inverses))
-        pairs = int(part * self.pairs * (2 * tokens[0] * share.itemsize + 4 * (2 + 1 / tokens[0])))
+        square = 2 * tokens[0] * share.itemsize
+        pairs = int(part * (self.pairs * (square + 4 * (2 + 1 / tokens[0])) + self.squares * square))
         # Kernels pass over what they read and make several times: as much in all as XLA's chunks, by measured steps.
         moved = max(0, 2 * (projected + reads + decays) + 3 * (out + x) + by_xla - work)
         by_kernels = self.key <= LANES and self.value <= WIDEST_VALUE

@@ -228,15 +228,15 @@ FAULTS = (
     Fault(
         "delta on Hopper: the default is three kernels",
         "delta_rule/triton_gpu:_tiles",
-        "replace($cfg, keeps=True, at_once=$few, in_one=$whole)",
-        "replace($cfg, keeps=True, at_once=$few, in_one=False)",
+        "replace($cfg, keeps=True, in_one=$whole, hopper_walks=$walks)",
+        "replace($cfg, keeps=True, in_one=False, hopper_walks=$walks)",
         "tests/kernels/test_delta_triton.py -k what_a_backward",
     ),
     Fault(
-        "delta of channels on Hopper: the default is the kernels in Triton",
+        "walks on Hopper: the default whatever the number of heads",
         "delta_rule/triton_gpu:_tiles",
-        "replace($cfg, in_one=$whole)",
-        "$cfg",
+        '$whole and $cfg.splits == 1 and hopper_walks.COLUMNS.value * $d["B"] * $d["N"] <= MULTIPROCESSORS // 2',
+        "$whole and $cfg.splits == 1",
         "tests/kernels/test_delta_triton.py -k what_a_backward",
     ),
     Fault(

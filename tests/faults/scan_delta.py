@@ -161,7 +161,7 @@ FAULTS = (
     ),
     Fault(
         "delta kept: maps of parts that columns in whole tiles do not have",
-        "triton_delta_calls:keeps_parts",
+        "triton_delta_kept:keeps_parts",
         "parts_of($chunks, $cfg) > 1 and $width % columns($cfg.block_v, $width) == 0",
         "parts_of($chunks, $cfg) > 1",
         f"{DELTA} -k rows_that_are_split",

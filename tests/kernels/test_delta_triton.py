@@ -80,32 +80,36 @@ def test_decays_of_every_size(decay):
     compared(arguments, {"use_qk_l2norm": True, "softmax_scale": 0.7}, chunk=32, block_v=16, heads=2)
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_both_ways_at_once_of_what_the_forward_kept(packed):
+@pytest.mark.parametrize(
+    ("packed", "states"), [(True, False), (False, True), pytest.param(False, False, marks=pytest.mark.slow)]
+)
+def test_both_ways_at_once_of_what_the_forward_kept(packed, states):
     """Documents, padding, states in and out, and keys that heads share."""
     rng = np.random.default_rng(12)
     ids = np.array([[0] * 9 + [-1] * 3 + [1] * 38], np.int32)
     state = rng.standard_normal((1, 1 + packed, 2, 8, 20)).astype(np.float32)
     arguments = arguments_of(rng, 1, 50, 1, 2, 8, 20, 0.5, 1.5, segment_ids=ids, initial_state=state)
     options = {"softmax_scale": 0.7, "num_states": 1 + packed}
-    compared(arguments, options, chunk=16, block_v=16, at_once=True, keeps=True)
+    compared(arguments, options, chunk=16, block_v=16, at_once=True, keeps=True, keeps_states=states)
 
 
 @pytest.mark.parametrize(
-    ("case", "keeps", "at_once", "in_one"),
+    ("case", "keeps", "at_once", "in_one", "hopper_walks"),
     [
-        ("qwen3_next", True, True, True),
-        ("many_heads_8k", True, False, True),
-        ("few_heads_32k", True, False, True),
-        ("packed_4_of_8k", True, True, False),
-        ("kimi_linear", None, None, True),
+        ("qwen3_next", True, True, True, True),
+        ("many_heads_8k", True, False, True, False),
+        ("few_heads_32k", True, False, True, False),
+        ("packed_4_of_8k", True, True, False, False),
+        ("kimi_linear", True, None, True, True),
     ],
 )
-def test_what_a_backward_takes_of_its_forward_and_which_kernels_it_joins(case, keeps, at_once, in_one):
-    """As was timed: of decays of heads, with walks whose programs leave half of each multiprocessor empty."""
+def test_what_a_backward_takes_of_its_forward_and_which_kernels_it_joins(case, keeps, at_once, in_one, hopper_walks):
+    """As was timed: both walks at once, of decays of heads, where programs leave half of each multiprocessor empty; Hopper's
+    walks where programs of 64 columns leave half of the multiprocessors."""
     call = op.bind(**op.case_inputs(next(c for c in op.cases if c.name == case), dtype="bfloat16", shapes_only=True))
     cfg = op.backends["triton_gpu"].heuristic(call, "cuda")
-    assert (cfg.keeps, cfg.at_once, cfg.in_one) == (keeps, at_once, in_one)
+    assert (cfg.keeps, cfg.at_once, cfg.in_one, cfg.hopper_walks) == (keeps, at_once, in_one, hopper_walks)
+    assert not cfg.keeps_states
 
 
 @pytest.mark.slow
@@ -115,7 +119,7 @@ def test_walks_at_once_fit_a_multiprocessor():
     shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.items() if hasattr(x, "dtype")}
 
     def step(x):
-        out, pull = jax.vjp(lambda x: op(**x, platform="triton"), x)
+        out, pull = jax.vjp(lambda x: op(**x, platform="triton", cfg=ChunkConfig(hopper_walks=False)), x)
         return pull(out)
 
     report = export_cuda(step, shapes).kernels
@@ -132,7 +136,7 @@ def test_rows_that_are_split(decay, Hv):
     rng = np.random.default_rng(8)
     state = rng.standard_normal((1, 1, 2, 20, Hv)).astype(np.float32)
     arguments = arguments_of(rng, 1, 100, 1, 2, 20, Hv, 0.5, 1.5, decay, initial_state=state)
-    compared(arguments, {}, chunk=16, splits=3, block_v=16, keeps=True)
+    compared(arguments, {}, chunk=16, splits=3, block_v=16, keeps=True, keeps_states=decay == 0.0)
 
 
 def test_sums_that_hopper_reads_from_diagonals():

@@ -37,13 +37,18 @@ class ChunkConfig(Tunables):
       splits: parts of a row that are walked at once (Triton).
       heads: heads of a group that one program takes: it computes their products once, and sums their gradients (Triton).
       backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
-      at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split (Triton).
+      at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split and `hopper_walks`
+        does not take them (Triton).
       in_one: on Hopper, whether one kernel computes all gradients of a delta rule's chunks with decays of heads. With decays of
         channels: whether Hopper's kernels compute pairs, products of gradients with states, and what decays do to both. Calls
         that these kernels do not have take the others: they have 16 bits, heads of 128 channels and chunks of 64 tokens, and
         with decays of channels whole chunks, one state for a row, and a scale between 1/256 and 256 (Triton).
+      hopper_walks: on Hopper, whether walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls
+        as those of `in_one`, with whole chunks and one state for a row that is not split (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
         its values in all (Triton).
+      keeps_states: whether one that `keeps` also keeps states before chunks and what is written to them, so that its backward
+        does not walk the rows again: three times as much as its values with heads of 128 channels (Triton).
     """
 
     chunk: int | None = None
@@ -56,7 +61,9 @@ class ChunkConfig(Tunables):
     backward_num_warps: int | None = None
     at_once: bool | None = None
     in_one: bool | None = None
+    hopper_walks: bool | None = None
     keeps: bool | None = None
+    keeps_states: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

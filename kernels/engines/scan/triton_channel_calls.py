@@ -23,6 +23,7 @@ from kernels.engines.scan.triton_channels import (
     channel_states_kernel,
     channel_written_kernel,
 )
+from kernels.engines.scan.triton_delta_kept import KEPT as OF_HEADS
 from kernels.framework.binding import Call
 from kernels.framework.work import Work
 from kernels.toolchains.triton import compute_capability, triton_launch
@@ -31,7 +32,7 @@ from kernels.toolchains.triton import compute_capability, triton_launch
 FORGETS_CHANNEL = -60.0
 # The widest sum of log decays whose two halves both have exponentials that bfloat16 holds, times queries and keys of 1e7.
 REACH = 140.0
-KEPT = delta.KEPT[:2]  # what a forward of a delta rule keeps
+KEPT = OF_HEADS[:2]  # what a forward of a delta rule keeps
 MOST_SCALE = 256.0  # of queries, and the inverse of the least, so that keys times it fit float16
 WIDTH = 64  # channels of a tile with decays: several programs of a multiprocessor hide each other's loads
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import triton
 
 from kernels.engines.scan import gluon_delta_calls as gluon
+from kernels.engines.scan import gluon_walk_calls as hopper
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import Tokens
-from kernels.engines.scan.layout import chunks_of, layout
+from kernels.engines.scan.layout import layout
 from kernels.engines.scan.triton_calls import (
     LEAST,
     check_chunk,
-    columns,
     columns_here,
     fade_shapes,
     gradient_tiles,
@@ -33,16 +33,13 @@ from kernels.engines.scan.triton_delta import (
     delta_walk_kernel,
 )
 from kernels.engines.scan.triton_delta_both import delta_both_kernel
+from kernels.engines.scan.triton_delta_kept import KEPT, KEPT_OF_PARTS, KEPT_OF_WALK, keeps_parts, parts_of
 from kernels.engines.scan.triton_delta_tiles import NARROW, WIDE
 from kernels.engines.scan.triton_join import delta_join_kernel
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
-
-# What `keeping` keeps: weights of pairs, inverses, and what decays leave; of rows that are split also their parts' maps and the
-# states before them.
-KEPT, KEPT_OF_PARTS = ("pairs", "solve", "enters", "leaves", "whole"), ("maps", "starts")
 
 
 class Launches:
@@ -76,7 +73,8 @@ class Launches:
         self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
         # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
         self.reads, self.keeps, self.writes = x.q, x.k, None
-        self.at_once = bool(cfg.at_once) and self.splits == 1
+        self.hopper_walks = bool(cfg.hopper_walks) and hopper.fits(x, chunk, num_states, self.splits)
+        self.at_once = bool(cfg.at_once) and self.splits == 1 and not self.hopper_walks
         self.in_one = bool(cfg.in_one) and gluon.fits(x, chunk, num_states)
         self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
 
@@ -134,6 +132,8 @@ class Launches:
 
     def walk(self, weights: Any, solve: Any, wanted: tuple[str, ...], starts: Any = None) -> dict[str, jax.Array]:
         """Returns what is `wanted` of a walk over the rows: "out", "written", "states", "exits", or "maps" of its parts."""
+        if self.hopper_walks:
+            return hopper.walk(self, weights, solve, wanted)
         x, every = self.x, self.shapes()
         shapes = {name: every[name] for name in ("out", "written", "states", "exits", "maps")}
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
@@ -210,6 +210,8 @@ class Launches:
 
     def reverse(self, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...], starts: Any) -> Any:
         """Returns what is `wanted` of a walk from the end: "du", "d_states", "d_entries", or what parts have "added"."""
+        if self.hopper_walks:
+            return hopper.reverse(self, weights, solve, d_out, d_exits, wanted)
         every = self.shapes()
         shapes = {name: every[name] for name in ("du", "d_states", "d_entries", "added")}
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
@@ -337,43 +339,20 @@ class Launches:
 
 def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv], final states [B, G, N, H, Hv])."""
-    return keeping(run)[0]
+    return keeping(run, differentiated=False)[0]
 
 
-def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """Returns (what `forward` does, what `backward` takes of it: see `kept_of`)."""
+def keeping(run: Launches, differentiated: bool = True) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
+    """Returns (what `forward` does, what `backward` takes of it: see `triton_delta_kept.kept_of`)."""
     pairs = run.pairs()
     parts = run.parts(pairs[1])
-    walked = run.walk(*pairs, ("out", "exits"), parts[1])
+    of_walk = KEPT_OF_WALK if differentiated and run.cfg.keeps and run.cfg.keeps_states else ()
+    walked = run.walk(*pairs, ("out", "exits", *of_walk), parts[1])
     outputs = walked["out"], run.layout.exits(walked["exits"], run.x.entries)
-    kept = dict(zip(run.names_kept, (*pairs, *run.fades), strict=False))
+    kept = dict(zip(run.names_kept, (*pairs, *run.fades), strict=False)) | {name: walked[name] for name in of_walk}
     if keeps_parts(run.chunks[-1], run.states[-1], run.cfg):
         kept |= dict(zip(KEPT_OF_PARTS, parts, strict=True))
     return outputs, kept
-
-
-def kept_of(
-    dims: Mapping[str, int], num_states: int, dtype: Any, cfg: ChunkConfig, names: tuple[str, ...] = KEPT
-) -> dict[str, Any]:
-    """Returns the shapes of what `keeping` keeps: those of KEPT that are named, and what parts of rows do."""
-    (B, T, N, H, Hv), C = (dims[name] for name in ("B", "T", "N", "H", "Hv")), check_chunk(cfg.chunk)
-    chunks = chunks_of(T, C, num_states)
-    square = jax.ShapeDtypeStruct((B, N, chunks, C, C), dtype)
-    kept = dict(zip(names, (square, square, *fade_shapes(B, N, chunks, T)), strict=False))
-    if keeps_parts(chunks, Hv, cfg):
-        states = (jax.ShapeDtypeStruct((B, N, parts_of(chunks, cfg), H, width), jnp.float32) for width in (Hv + H, Hv))
-        kept |= dict(zip(KEPT_OF_PARTS, states, strict=True))
-    return kept
-
-
-def keeps_parts(chunks: int, Hv: int, cfg: ChunkConfig) -> bool:
-    """Returns whether `keeping` keeps what parts of rows do: if there are some, and tiles of columns have no others."""
-    return parts_of(chunks, cfg) > 1 and Hv % columns(cfg.block_v, Hv) == 0
-
-
-def parts_of(chunks: int, cfg: ChunkConfig) -> int:
-    """Returns into how many parts a row is split: none is empty."""
-    return -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))
 
 
 def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = None) -> dict[str, Any]:
@@ -384,11 +363,12 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = No
     """
     d_exits = d_exits.astype(jnp.float32)
     weights, solve = run.pairs() if kept is None else run.pairs_of(kept)
-    if run.at_once:
+    has_states = kept is not None and KEPT_OF_WALK[0] in kept
+    if run.at_once and not has_states:
         walked = of_end = run.both_walks(weights, solve, d_out, d_exits)
     else:
         maps, starts = run.parts(solve, kept)
-        walked = run.walk(None, solve, ("written", "states"), starts)
+        walked = kept if has_states else run.walk(None, solve, KEPT_OF_WALK, starts)
         if maps is not None:
             added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
             starts = run.starts(maps, added)

@@ -42,7 +42,7 @@ class Launches(delta.Launches):
         beta: Any = None
         walked = delta.Tokens(x.q, x.k, x.v, beta, x.w, x.segment_ids, x.entries)
         super().__init__(walked, num_states, scale, cfg, work)
-        self.at_once = self.in_one = False  # it has walks of its own
+        self.at_once = self.in_one = self.hopper_walks = False  # it has walks of its own
         self.tokens, self.d_out = x, d_out
         self.decays_of = channels.chunks_of(walked, None, None, self, scale, cfg)
         width, self.warps = CHUNKS[x.k.dtype.itemsize == 2]

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan import gluon_delta_calls as gluon
+from kernels.engines.scan import gluon_walk_parts as hopper_walks
 from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
+from kernels.engines.scan import triton_delta_kept as kept_by
 from kernels.engines.scan import triton_delta_tiles as delta_tiles
 from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
@@ -64,8 +66,8 @@ def keeps(call, cfg):
     one = decode.one_token(call.dims["T"], call.num_states)
     if one or not (cfg and cfg.keeps) or not (cfg.chunk is None or LEAST <= cfg.chunk <= LONGEST):
         return {}  # chunks of another length are another backend's, or refused where they are launched
-    names = channels.KEPT if _per_channel(call) else delta.KEPT
-    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg, names)
+    names = channels.KEPT if _per_channel(call) else kept_by.KEPT
+    return kept_by.kept_of(call.dims, call.num_states, call.key.dtype, cfg, names)
 
 
 def forward(
@@ -104,7 +106,7 @@ def backward(
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    kept = saved if delta.KEPT[0] in saved else None
+    kept = saved if kept_by.KEPT[0] in saved else None
     d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state, kept)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
@@ -176,15 +178,18 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
 
 def _tiles(call, cfg):
     """Returns tiles with what is worth while in a backward: what the forward keeps; both walks at once where that was timed, of
-    decays of heads whose programs leave half of each multiprocessor empty; Hopper's own kernels where it has them."""
+    decays of heads whose programs leave half of each multiprocessor empty; Hopper's own kernels where it has them, its walks
+    where their programs are at most half as many as multiprocessors."""
     d, whole = call.dims, call.num_states == 1 and cfg.chunk == gluon.CHUNK and call.dims["T"] % gluon.CHUNK == 0
     in_one = whole and d["H"] == d["Hv"] == gluon.WIDTH and call.dtype != "float32"
+    walks = in_one and cfg.splits == 1 and hopper_walks.COLUMNS.value * d["B"] * d["N"] <= MULTIPROCESSORS // 2
+    cfg = replace(cfg, keeps=True, in_one=in_one, hopper_walks=walks)
     if _per_channel(call):
-        return replace(cfg, in_one=in_one)
+        return cfg
     # Of wide programs too: of twice as many narrow ones, both were timed where they leave room.
     programs = d["B"] * d["N"] * -(-d["Hv"] // min(delta_tiles.NARROW, cfg.block_v or 1))
     few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
-    return replace(cfg, keeps=True, at_once=few, in_one=in_one)
+    return replace(cfg, at_once=few)
 
 
 def of_chunks(call, platform):
@@ -193,7 +198,12 @@ def of_chunks(call, platform):
 
 def others(call):
     tiles = [_tiles(call, cfg) for cfg in delta_tiles.candidates(call)]
-    return [*tiles, *(replace(cfg, in_one=False) for cfg in tiles[:1] if cfg.in_one)]
+    first = tiles[0]
+    return [
+        *tiles,
+        *([replace(first, in_one=False)] if first.in_one else []),
+        *([replace(first, hopper_walks=not first.hopper_walks)] if first.in_one and first.splits == 1 else []),
+    ]
 
 
 rwkv7_heuristic = decode.heuristic(dplr.heuristic, lambda call: decode.OF_CHANNELS)
