@@ -9,9 +9,9 @@ from kernels import dequantize, quantize
 from kernels.ops.quantized_matmul import op
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig
 
-# (mode, bits, entries of a group, dtype, M, D, F, block_m, block_f, block_d, warps, splits, stages): rows, columns and steps
-# that end within a tile, parts of D of other lengths and one without steps, one of more steps than stages, groups longer and
-# shorter than a step, each kind of codes.
+# (mode, bits, entries of a group, dtype, M, D, F, block_m, block_f, block_d, warps, splits, stages, and teams if there are
+# two): rows, columns and steps that end within a tile, parts of D of other lengths and one without steps, one of more steps
+# than stages, groups longer and shorter than a step, each kind of codes.
 CALLS = [
     ("affine", 4, 32, "bfloat16", 9, 608, 136, 16, 128, 64, 4, 1, 3),
     ("affine", 4, 64, "bfloat16", 20, 320, 200, 32, 128, 128, 4, 2, 2),
@@ -26,6 +26,9 @@ CALLS = [
     ("mxfp8", 8, 32, "bfloat16", 16, 192, 144, 16, 128, 64, 4, 2, 2),
     ("affine", 4, 64, "bfloat16", 20, 1088, 520, 32, 256, 128, 8, 3, 3),
     ("mxfp4", 4, 32, "bfloat16", 70, 320, 272, 64, 256, 64, 8, 1, 2),
+    ("affine", 4, 64, "bfloat16", 20, 1088, 520, 32, 256, 128, 8, 3, 3, 2),
+    ("mxfp4", 4, 32, "bfloat16", 70, 320, 272, 64, 256, 64, 8, 1, 2, 2),
+    ("affine", 4, 64, "float16", 40, 448, 264, 64, 256, 64, 8, 2, 2, 2),
 ]
 
 
@@ -37,7 +40,9 @@ def arrays_of(mode, bits, group_size, dtype, M, D, F):
     return (jnp.asarray(rng.standard_normal((M, D)), dtype), *quantize(w, mode, bits=bits, group_size=group_size))
 
 
-def check(mode, bits, group_size, dtype, M, D, F, block_m, block_f, block_d, warps, splits, stages, *, again=0):
+def check(
+    mode, bits, group_size, dtype, M, D, F, block_m, block_f, block_d, warps, splits, stages, teams=1, *, again=0
+):
     """Holds every entry of a result to rounding of its weights and of itself, beside the size of the products that it sums."""
     x, *packed = arrays_of(mode, bits, group_size, dtype, M, D, F)
     how = {"mode": mode, "bits": bits, "group_size": group_size}
@@ -45,7 +50,7 @@ def check(mode, bits, group_size, dtype, M, D, F, block_m, block_f, block_d, war
     want = np.asarray(x, np.float64) @ weights
     size = np.abs(np.asarray(x, np.float64)) @ np.abs(weights)
     cfg = QuantizedMatmulConfig(
-        block_m, block_f, block_d, splits, num_warps=warps, num_stages=stages, turned=True, dense=False
+        block_m, block_f, block_d, splits, num_warps=warps, num_stages=stages, turned=True, teams=teams, dense=False
     )
     ours = jax.jit(lambda x, *packed: op(x, *packed, **how, platform="triton", cfg=cfg))
     for time in range(1 + again):

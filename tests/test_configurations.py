@@ -175,7 +175,7 @@ def test_a_call_follows_a_configuration_that_was_tuned_since(op):
 # Integers of configurations that are no side of a tile and no warps, of some operation at least.
 COUNTS = {
     "block_rows", "num_stages", "programs", "band", "splits", "heads", "backward_programs", "backward_num_stages", "parallel",
-    "dq_num_stages", "mixed_num_stages", "num_buffers", "chunks",
+    "dq_num_stages", "mixed_num_stages", "num_buffers", "chunks", "teams",
 }  # fmt: skip
 
 

@@ -22,9 +22,9 @@ FAULTS = (
     ),
     Fault(
         "latent Hopper: a token sees the one after it",
-        "gluon_latent:_weights",
-        "$kj[None, :] <= $at[:, None]",
-        "$kj[None, :] <= $at[:, None] + 1",
+        "gluon_latent:weights_of_block",
+        "$kj <= $at",
+        "$kj <= $at + 1",
         f"{LATENT_HOPPER} -k numbers",
     ),
     Fault(
@@ -43,7 +43,7 @@ FAULTS = (
     ),
     Fault(
         "latent Hopper: rotary keys are the first columns",
-        "gluon_latent:_load",
+        "gluon_latent:load_entries",
         "copy_pages($d, $p, $slot, 0, $r.index($stage), $O.H, $f.index($stage))",
         "copy_pages($d, $p, $slot, 0, $r.index($stage), 0, $f.index($stage))",
         f"{LATENT_HOPPER} -k numbers",
@@ -78,7 +78,7 @@ FAULTS = (
     ),
     Fault(
         "latent cache: every row is the first",
-        "gluon_latent:_load",
+        "gluon_latent:load_entries",
         "$page = $request",
         "$page = 0",
         f"{LATENT_HOPPER} -k cache",
@@ -89,6 +89,41 @@ FAULTS = (
         "tl.where($there, $rows, 0)",
         "$rows",
         f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper, few rows: slots without an entry are multiplied",
+        "gluon_latent_turned:_attend",
+        "clear($e, $stage, $phase, $keys - $n * $O.BLOCK_K, 1)",
+        "",
+        f"{LATENT_HOPPER} -k few",
+    ),
+    Fault(
+        "latent Hopper, few rows: weights are not fenced",
+        "gluon_latent_turned:_attend",
+        "fence_async_shared()",
+        "",
+        f"{LATENT_HOPPER} -k few",
+    ),
+    Fault(
+        "latent Hopper, few rows: sums keep their scale",
+        "gluon_latent_turned:_attend",
+        "$acc * $rescale[None, :]",
+        "$acc * 1.0",
+        f"{LATENT_HOPPER} -k few",
+    ),
+    Fault(
+        "latent Hopper, few rows: a request has its pieces after those of the one after it",
+        "gluon_latent_turned:_plan",
+        "$others[None, :] < $r[:, None]",
+        "$others[None, :] > $r[:, None]",
+        f"{LATENT_HOPPER} -k few",
+    ),
+    Fault(
+        "latent Hopper, few rows: rows of nobody are left",
+        "gluon_latent_turned:_fill",
+        "($row < $first) | ($row >= $last)",
+        "$row < $first",
+        f"{LATENT_HOPPER} -k few",
     ),
     Fault(
         "latent pages: a token sees the one after it",

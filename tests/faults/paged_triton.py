@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "paged triton: both instances serve a request",
-        "triton_paged_plan:_tiles",
+        "triton_paged_plan:tiles_of",
         "($count >= $O.LEAST) & ($count <= $O.MOST)",
         "$count >= $O.LEAST",
         f"{PAGED} -k one_instance",

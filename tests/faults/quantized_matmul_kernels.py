@@ -61,8 +61,8 @@ FAULTS = (
     Fault(
         "quantized matmul on Hopper: both halves are the first",
         "quantized_matmul/gluon_kernels:_multiply",
-        "unpacked($ring, $stage, $zero, 1, $$rest)",
-        "unpacked($ring, $stage, $zero, 0, $$rest)",
+        "unpacked($ring, $stage, $zero, 2 * $TEAM + 1, $$rest)",
+        "unpacked($ring, $stage, $zero, 2 * $TEAM, $$rest)",
         f"{HOPPER} -k numbers",
     ),
     Fault(
@@ -129,6 +129,20 @@ $weights = unpacked($ring, $stage, $$rest)
         "quantized_matmul/gluon_weights:unpacked",
         "_twice_times($bias, 0x2180, $zero)",
         "_twice($bias)",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: the second team stores where the first does",
+        "quantized_matmul/gluon_kernels:_multiply",
+        "$tile * $P.BLOCK_F + 2 * $TEAM * $P.COLUMNS",
+        "$tile * $P.BLOCK_F",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "quantized matmul on Hopper: a stage is free after one of several teams",
+        "quantized_matmul/gluon_kernels:_make_ring",
+        "mbarrier.init($free.index($i), count=$P.TEAMS)",
+        "mbarrier.init($free.index($i), count=1)",
         f"{HOPPER} -k numbers",
     ),
     Fault(

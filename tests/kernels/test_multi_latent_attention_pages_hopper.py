@@ -47,12 +47,26 @@ CALLS = {
 }
 
 
+# The same of few rows: with a prompt, which another kernel takes, programs that fill rows of nobody, and 32 rows.
+FEW_CALLS = {
+    "few_decode": ((1, 1, 1), (300, 32, 1), 16, 128, 64, 64, 0, {}),
+    "few_mixed": ((2, 1, 0), (200, 140, 5), 4, 256, 24, 32, 1, {"sliding_window": 150}),
+    "few_and_a_prompt": ((3, 1, 0, 20), (90, 140, 5, 22), 8, 256, 24, 32, 2, {"sliding_window": 50}),
+    "few_of_32": ((1, 1), (165, 200), 32, 128, 8, 8, 0, {"logits_soft_cap": 1.5}),
+    "few_of_12": ((1, 1, 1), (165, 200, 3), 12, 128, 8, 128, 3, {}),
+}
+QUICK = ("mixed", "few_mixed")
+
+
 # "mixed" has most in it: requests of several tokens, of one and of none, a window, several groups and rows of nobody.
-@pytest.mark.parametrize("call", [pytest.param(n, marks=[pytest.mark.slow] * (n != "mixed")) for n in CALLS])
+@pytest.mark.parametrize(
+    "call", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CALLS | FEW_CALLS]
+)
 def test_numbers(call, monkeypatch):
-    *sizes, options = CALLS[call]
+    *sizes, options = (CALLS | FEW_CALLS)[call]
     a = batch(*sizes)
     monkeypatch.setattr(calls, "LEAST_KEYS", 64)
+    monkeypatch.setattr(latents, "TURNED_PROGRAMS", 6)
     run = functools.partial(paged_op, softmax_scale=0.1, **options)
     with interpreted(monkeypatch, paged_op, latents):
         got = np.asarray(run(**a, platform="triton"))
@@ -63,19 +77,34 @@ def test_numbers(call, monkeypatch):
     assert not got[sum(sizes[0]) :].any()
 
 
+def lowered(requests, heads, page, monkeypatch):
+    """Returns the compiled kernels of a step of decoding with DeepSeek's widths, 8,192 entries of a request."""
+    monkeypatch.setattr(paged_op, "_programs", {})
+    shape, B, S = jax.ShapeDtypeStruct, requests, 8192
+    arrays = [shape((B, heads, 512), jnp.bfloat16), shape((B, heads, 64), jnp.bfloat16)]
+    arrays += [shape((B * S // page, page, 576), jnp.bfloat16)]
+    arrays += [shape(s, jnp.int32) for s in ((B,), (B, S // page), (B + 1,))]
+    return checks.export_cuda(lambda *a: paged_op(*a, softmax_scale=0.1), *arrays).kernels
+
+
+@pytest.mark.slow  # compiled; the numbers are quick
+@pytest.mark.parametrize(("requests", "heads", "page"), [(1, 16, 64), (64, 32, 16)])
+def test_a_decode_step_of_few_heads(requests, heads, page, monkeypatch):
+    attend, merge = lowered(requests, heads, page, monkeypatch)
+    assert (attend.name, merge.name) == ("turned_latent_kernel", "paged_merge_kernel")
+    assert attend.resources["spill_stores"] == attend.resources["serialized"] == merge.resources["spill_stores"] == 0
+    assert attend.shared_memory_bytes <= 227 * 1024
+    assert len(re.findall(rf"wgmma\.mma_async\S*m64n{heads}k16", attend.ptx)) == 36 + 32
+
+
 @pytest.mark.slow  # compiled; the numbers are quick
 @pytest.mark.parametrize(
     ("heads", "page"),
     [(128, 64), (64, 16), (128, 16), (64, 128)],
 )
-def test_a_decode_step_of_deepseek(heads, page):
+def test_a_decode_step_of_deepseek(heads, page, monkeypatch):
     """Products are not serialised, few registers are spilled, and blocks fit into shared memory."""
-    shape, B, S = jax.ShapeDtypeStruct, 64, 8192
-    arrays = [shape((B, heads, 512), jnp.bfloat16), shape((B, heads, 64), jnp.bfloat16)]
-    arrays += [shape((B * S // page, page, 576), jnp.bfloat16)]
-    arrays += [shape(s, jnp.int32) for s in ((B,), (B, S // page), (B + 1,))]
-    report = checks.export_cuda(lambda *a: paged_op(*a, softmax_scale=0.1), *arrays)
-    listed, attend, merge = report.kernels
+    listed, attend, merge = lowered(64, heads, page, monkeypatch)
     assert (listed.name, attend.name, merge.name) == (
         "list_kernel",
         "warp_specialized_latent_kernel",
@@ -90,7 +119,11 @@ def test_a_decode_step_of_deepseek(heads, page):
 @pytest.mark.slow  # of pages it is quick
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [((2, 1, 75, 64, 128, 64), {}), ((3, 2, 140, 40, 128, 8), {"sliding_window": 50})],
+    [
+        ((2, 1, 75, 64, 128, 64), {}),
+        ((3, 2, 140, 40, 128, 8), {"sliding_window": 50}),
+        ((3, 2, 140, 8, 128, 8), {"sliding_window": 50}),
+    ],
 )
 def test_a_cache_without_pages(sizes, options, monkeypatch):
     """`mla_decode`, with its lse; a row is shorter than its tokens, and a slot without an entry is NaN."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels.engines.attention import triton_paged_calls as calls
-from kernels.engines.attention.triton_paged_plan import _tiles
+from kernels.engines.attention.triton_paged_plan import Paged, tiles_of
 from kernels.framework.interpret import interpret
 from kernels.ops.paged_attention import (
     PagedAttentionConfig,
@@ -395,7 +395,7 @@ def tiles_served(cuts, lens, o):
     @triton.jit
     def kernel(cuts_ptr, lens_ptr, tiles_ptr, O: tl.constexpr):
         r = tl.arange(0, 2)
-        tl.store(tiles_ptr + r, _tiles(cuts_ptr, lens_ptr, None, r, O)[0])
+        tl.store(tiles_ptr + r, tiles_of(cuts_ptr, lens_ptr, None, r, O)[0])
 
     with interpret():
         return triton_launch(
@@ -417,3 +417,27 @@ def test_rows_without_a_slot_are_not_written():
         got = append_op(**a, platform="triton")
     for x, w in zip(got, append_op(**a, platform="xla"), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(w).tobytes()
+
+
+def test_the_tile_of_a_merge(monkeypatch):
+    """A program of one long request has all of its pieces, and few columns."""
+    monkeypatch.undo()
+    paged = {"M": 1, "R": 1, "T": 1, "N": 16, "K": 1, "H": 512, "HV": 512, "C": 64, "PAGES": 512, "LONGEST": 512}
+    paged |= {"K_WIDTH": 576, "V_WIDTH": 576, "V_FIRST": 0, "KIND": 0, "HALVES": False, "K_SCALES": (0, 0, 0)}
+    paged |= {
+        "V_SCALES": (0, 0, 0),
+        "SCALE": 1.0,
+        "CAP": None,
+        "LOW": None,
+        "HIGH": 0,
+        "SINKS": 0,
+        "LEAST": 1,
+        "MOST": 1,
+    }
+    paged |= {"FILLS": 0, "PIECES": 128, "LEAST_BLOCKS": 1, "QUERIES": 1, "ROWS": 16, "BLOCK_M": 16, "BLOCK_K": 64}
+    paged |= {"BLOCK_H": 512, "BLOCK_V": 512, "BLOCK_R": 1}
+    one = Paged(**paged)
+    assert calls.merge_tile(one) == (1, 128, 32)
+    assert calls.merge_tile(replace(one, LONGEST=64)) == (1, 64, 64)
+    assert calls.merge_tile(replace(one, M=64, R=64, LONGEST=128)) == (1, 32, 128)
+    assert calls.merge_tile(replace(one, BLOCK_M=128)) == (8, 4, 128)

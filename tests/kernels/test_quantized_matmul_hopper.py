@@ -14,7 +14,7 @@ from kernels.framework.interpret import interpret
 from kernels.ops.quantized_matmul import gluon_kernels, gluon_weights, op, triton_gpu
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig
 
-QUICK = {0, 6, 8, 9, 10}  # each format and number of bits
+QUICK = {0, 6, 8, 9, 10, 13}  # each format and number of bits, and two teams
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,7 @@ REFUSED = [
     ({"block_d": 32}, {}, "block_d = 32"),
     ({"block_m": 24}, {}, "block_m = 24"),
     ({"num_warps": 8}, {}, "block_f = 128, block_d = 64, num_warps = 8"),
+    ({"teams": 2}, {}, "num_warps = 4, teams = 2"),
     ({"num_stages": 1}, {}, "num_stages = 1"),
     ({"num_warps": 3, "block_f": 96}, {}, "block_f = 96, block_d = 64, num_warps = 3"),
     ({"turned": False, "chunks": 3}, {}, "chunks = 3, which must be 1, 2 or 4"),
@@ -78,7 +79,8 @@ def test_a_configuration_that_a_call_does_not_fit(fields, dtypes, message):
     arrays.x, arrays.w, arrays.scales, arrays.biases = arrays_of("affine", 4, 64, "bfloat16", 4, 128, 128)
     for name, dtype in dtypes.items():
         setattr(arrays, name, getattr(arrays, name).astype(dtype))
-    cfg = QuantizedMatmulConfig(**{"block_m": 8, "block_f": 128, "block_d": 64, "splits": 1, "chunks": 1, "num_warps": 4,
-                                   "num_stages": 2, "programs": 1, "turned": True, "dense": False} | fields)  # fmt: skip
+    small = {"block_m": 8, "block_f": 128, "block_d": 64, "splits": 1, "chunks": 1, "num_warps": 4, "num_stages": 2}
+    small |= {"programs": 1, "teams": 1, "turned": True, "dense": False}
+    cfg = QuantizedMatmulConfig(**small | fields)
     with interpret(90), pytest.raises(ValueError, match=message):
         quantized_matmul(**vars(arrays), bits=4, platform="triton", cfg=cfg)

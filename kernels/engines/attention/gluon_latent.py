@@ -51,20 +51,12 @@ def _item(items_ptr, O: gl.constexpr):
 
 
 @gluon.jit
-def _load(q_desc, rope_desc, cache_desc, items_ptr, tables_ptr, queries, entries, ropes, O: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
-    head, item_ptr = _item(items_ptr, O)
-    request, row, low, high = gl.load(item_ptr), gl.load(item_ptr + 1), gl.load(item_ptr + 5), gl.load(item_ptr + 6)
-    q_tile, q_rope, q_full = queries
+def load_entries(cache_desc, tables_ptr, request, low, high, entries, ropes, O: gl.constexpr, STAGES: gl.constexpr):
+    """Copies the blocks of entries `low` to `high` - 1 of a request into a ring: latents, and rotary keys beside them."""
     tiles, full, free = entries
     PART: gl.constexpr = cache_desc.block_type.shape[1]
     PARTS: gl.constexpr = O.BLOCK_K // PART
     PANELS: gl.constexpr = O.H // PANEL + 1
-    if low < high:
-        first = row * O.N + head * (O.N // O.K)
-        mbarrier.expect(q_full, q_desc.nbytes_per_cta + rope_desc.nbytes_per_cta)
-        tma.async_load(q_desc, [first, 0], q_full, q_tile)
-        tma.async_load(rope_desc, [first, 0], q_full, q_rope)
     stage, phase = 0, 0
     for n in range(low, high):
         pages = ()
@@ -83,6 +75,25 @@ def _load(q_desc, rope_desc, cache_desc, items_ptr, tables_ptr, queries, entries
 
 
 @gluon.jit
+def load_queries(q_desc, rope_desc, row, queries):
+    """Starts copying the queries of a program, from a row of all heads of all tokens on."""
+    q_tile, q_rope, q_full = queries
+    mbarrier.expect(q_full, q_desc.nbytes_per_cta + rope_desc.nbytes_per_cta)
+    tma.async_load(q_desc, [row, 0], q_full, q_tile)
+    tma.async_load(rope_desc, [row, 0], q_full, q_rope)
+
+
+@gluon.jit
+def _load(q_desc, rope_desc, cache_desc, items_ptr, tables_ptr, queries, entries, ropes, O: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    head, item_ptr = _item(items_ptr, O)
+    request, row, low, high = gl.load(item_ptr), gl.load(item_ptr + 1), gl.load(item_ptr + 5), gl.load(item_ptr + 6)
+    if low < high:
+        load_queries(q_desc, rope_desc, row * O.N + head * (O.N // O.K), queries)
+    load_entries(cache_desc, tables_ptr, request, low, high, entries, ropes, O, STAGES)
+
+
+@gluon.jit
 def _logits(queries, entries, ropes, stage, zeros):
     """Starts the products of the queries and a block of entries."""
     x = warpgroup_mma(queries[0], entries[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -90,22 +101,24 @@ def _logits(queries, entries, ropes, stage, zeros):
 
 
 @gluon.jit
-def _weights(x, n, keys, at, row_max, row_sum, O: gl.constexpr):
-    """Returns (weights of block n relative to the row maximum so far, that maximum, row sum, what rescales earlier sums)."""
+def weights_of_block(x, n, keys, at, row_max, row_sum, AXIS: gl.constexpr, O: gl.constexpr):
+    """Returns (weights of block n relative to the row maximum so far, that maximum, row sum, what rescales earlier sums). AXIS:
+    that of entries; the other one is that of rows of queries."""
     if O.CAP is None:
         x = x * (O.SCALE * LOG2E)
     else:
         x = exact_tanh(x * (O.SCALE / O.CAP)) * (O.CAP * LOG2E)
-    kj = n * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(0, x.type.layout))
-    seen = (kj < keys)[None, :] & (kj[None, :] <= at[:, None])
+    kj = n * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(1 - AXIS, x.type.layout))
+    kj, at = gl.expand_dims(kj, 1 - AXIS), gl.expand_dims(at, AXIS)
+    seen = (kj < keys) & (kj <= at)
     if O.LOW is not None:
-        seen = seen & (kj[None, :] >= at[:, None] + O.LOW)
+        seen = seen & (kj >= at + O.LOW)
     x = gl.where(seen, x, float("-inf"))
-    new = gl.maximum(row_max, gl.max(x, axis=1))
+    new = gl.maximum(row_max, gl.max(x, axis=AXIS))
     anchor = gl.where(new == float("-inf"), 0.0, new)  # a row that has not seen any entry yet
-    p = gl.exp2(x - anchor[:, None])
+    p = gl.exp2(x - gl.expand_dims(anchor, AXIS))
     rescale = gl.exp2(row_max - anchor)
-    return p, new, row_sum * rescale + gl.sum(p, axis=1), rescale
+    return p, new, row_sum * rescale + gl.sum(p, axis=AXIS), rescale
 
 
 @gluon.jit
@@ -169,7 +182,7 @@ def _weigh(
         mbarrier.wait(full.index(0), 0)
         x = _logits(queries, entries, ropes, 0, zeros)
         x = warpgroup_mma_wait(0, (x,))
-        weights, row_max, row_sum, rescale = _weights(x, low, keys, at, row_max, row_sum, O)
+        weights, row_max, row_sum, rescale = weights_of_block(x, low, keys, at, row_max, row_sum, 1, O)
         for n in range(low, high):
             next_stage, next_phase = after(stage, phase, STAGES)
             # In the last iteration these products read stale entries, of which no row sees any.
@@ -188,7 +201,7 @@ def _weigh(
             acc = warpgroup_mma(gl.convert_layout(p, LEFT), values, acc, is_async=True)
             x = warpgroup_mma_wait(1, (x,))
             seen = gl.where(n + 1 < high, keys, 0)
-            weights, row_max, row_sum, rescale = _weights(x, n + 1, seen, at, row_max, row_sum, O)
+            weights, row_max, row_sum, rescale = weights_of_block(x, n + 1, seen, at, row_max, row_sum, 1, O)
             acc = warpgroup_mma_wait(0, (acc,))
             mbarrier.arrive(free.index(stage))
             stage, phase = next_stage, next_phase

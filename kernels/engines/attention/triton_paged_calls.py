@@ -36,8 +36,8 @@ LEAST_KEYS = 256
 REQUESTS = 1024
 # Programs of each head that fill rows without a request.
 FILLS = 16
-# Pieces that are merged at once, and columns; and rows, by those of a tile.
-PIECES, COLUMNS, ROWS = 32, 128, {FEW: 1, MANY: 8}
+# Pieces that are merged at once, and if a tile is likely to have as many alone; numbers of them; and rows of tall tiles.
+PIECES, MOST_PIECES, MERGED, ROWS = 32, 128, 4096, {MANY: 8}
 
 
 def bits_of(x: jax.Array) -> jax.Array:
@@ -255,7 +255,7 @@ def merged(
     results = (out,) if log is None else (out, log)
     if not o.PIECES:
         return results
-    rows, columns = ROWS.get(o.BLOCK_M, 1), min(o.BLOCK_V, COLUMNS)
+    rows, pieces, columns = merge_tile(o)
     operands = (part, lse, requests.cuts, requests.lens, requests.starts, out, log)
     first = sum(x is not None for x in operands) - len(results)
     return triton_launch(
@@ -266,10 +266,21 @@ def merged(
         num_warps=4,
         input_output_aliases={first + i: i for i in range(len(results))},
         O=o,
-        BLOCK_P=max(1, min(PIECES // rows, power_of_two(o.PIECES))),
+        BLOCK_P=pieces,
         BLOCK_ROWS=rows,
         BLOCK_C=columns,
     )
+
+
+def merge_tile(o: Paged) -> tuple[int, int, int]:
+    """Returns (rows, pieces, columns) that a program merges at once. The more pieces a tile is likely to have, the fewer
+    columns: few programs that load one after another wait for memory, as when one long request is split for all of a GPU."""
+    rows = ROWS.get(o.BLOCK_M, 1)
+    blocks = triton.cdiv(o.LONGEST * o.C, o.BLOCK_K)
+    likely = min(triton.cdiv(o.PIECES, most_tiles(o)), triton.cdiv(blocks, o.LEAST_BLOCKS))
+    pieces = max(PIECES, min(MOST_PIECES if rows == 1 else PIECES, power_of_two(likely)))
+    columns = min(o.BLOCK_V, MERGED // pieces)
+    return rows, max(1, min(pieces // rows, power_of_two(o.PIECES))), columns
 
 
 def _strides(scale: jax.Array | None) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from kernels.engines.attention import triton_paged_plan as paged
 from kernels.engines.attention.gluon_latent import warp_specialized_latent_kernel
+from kernels.engines.attention.gluon_latent_turned import turned_latent_kernel
 from kernels.engines.attention.gluon_parts import BLOCK
 from kernels.engines.attention.masks import MaskInfo, window_of
 from kernels.engines.attention.paged_requests import Requests
@@ -44,6 +46,8 @@ PROGRAMS = {FEW: 4 * MULTIPROCESSORS, 32: 2 * MULTIPROCESSORS, 64: MULTIPROCESSO
 HOPPER, HOPPER_WIDTHS = Tile(64, 32, 4, 4), (128, 256, 512)
 # Its programs: one fills a multiprocessor. A few fewer than those, so that powers of 2 of requests need no second round.
 HOPPER_PROGRAMS = 128
+# Tiles of the kernel for Hopper of few rows, and most requests of a call. Its programs: one fills a multiprocessor.
+TURNED, TURNED_REQUESTS, TURNED_PROGRAMS = Tile(FEW, 64, 4, 2), 64, MULTIPROCESSORS
 # Least columns of a program: those of one step of a product.
 LEAST_WIDTH = 16
 # Widest latent: a program has the outputs of its rows in registers; in float32 there are no tensor cores.
@@ -110,12 +114,18 @@ def attend_latent(
     few, many = tiles(N // groups, most, longest * C, C, query.dtype.itemsize)
     if hopper:
         few = many = HOPPER
+    turned = takes_turned(query, query_rope, cache, requests, few, groups)
+    if turned:
+        few = TURNED._replace(rows=few.rows)
     arrays = query, query_rope, cache, requests.cuts, requests.lens, requests.starts, requests.tables
     rope, out, log = max(16, power_of_two(width - H)), None, requests.each is not None
     results: tuple[jax.Array, ...] = ()
-    for o, tile in instances(base, few, many, HOPPER_PROGRAMS if hopper else PROGRAMS[few.rows], M):
+    programs = HOPPER_PROGRAMS if hopper else PROGRAMS[few.rows]
+    for o, tile in instances(base, few, many, programs, M):
         if hopper:
             results = on_hopper(o, tile, query, query_rope, cache, requests, out)
+        elif turned and o.BLOCK_M == few.rows:
+            results = on_hopper_turned(o, tile, query, query_rope, cache, requests, out)
         else:
             parts = min(PARTS.get((o.BLOCK_M, query.dtype.itemsize), 1), o.BLOCK_H // LEAST_WIDTH)
             how: dict[str, Any] = {"BLOCK_ROPE": rope, "PARTS": parts} | ({} if log else {"log_ptr": None})
@@ -197,6 +207,73 @@ def on_hopper(
         **logless,
     )
     return merged(o, requests, rest[-1], part, lse, *rest[:-1])
+
+
+def takes_turned(
+    query: jax.Array, query_rope: jax.Array, cache: jax.Array, requests: Requests, few: Tile, groups: int
+) -> bool:
+    """Returns whether Hopper's kernel for few rows takes the tiles of requests with few queries, of one group of heads."""
+    slots, H, rope = cache.shape[1], query.shape[2], query_rope.shape[2]
+    return (
+        compute_capability() == 90
+        and query.dtype.itemsize == 2
+        and few.rows in (16, 32)
+        and groups == 1
+        and requests.lens.shape[0] <= TURNED_REQUESTS
+        and H in HOPPER_WIDTHS
+        and rope % 8 == 0
+        and 0 < rope <= PANEL
+        and (takes_pages(slots, TURNED.keys) or (slots >= TURNED.keys and requests.tables is None))
+    )
+
+
+def on_hopper_turned(
+    o: Paged,
+    tile: Tile,
+    query: jax.Array,
+    query_rope: jax.Array,
+    cache: jax.Array,
+    requests: Requests,
+    before: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Returns the output of an instance by the kernel for Hopper and few rows, in that of the one before it if there is one;
+    and its lse, as `attend_latent`."""
+    # A request, which is one tile here, adds at most one piece to those that entries are split for: no second round.
+    o = replace(o, PIECES=o.PIECES and max(1, TURNED_PROGRAMS - o.R), LEAST_BLOCKS=1)
+    pages, slots, width = cache.shape
+    log = requests.each is not None
+    operands = (
+        tensor_descriptor(query, (o.M * o.N, o.H), (tile.rows, o.H), SWIZZLED.value),
+        tensor_descriptor(query_rope, (o.M * o.N, width - o.H), (tile.rows, PANEL), SWIZZLED.value),
+        tensor_descriptor(cache, (pages, slots, 1, width), (1, min(slots, o.BLOCK_K), 1, PANEL), BLOCK.value),
+        requests.cuts,
+        requests.lens,
+        requests.tables,
+        before,
+    )
+    out = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    logs = [jax.ShapeDtypeStruct((o.M, o.N), jnp.float32)] * log
+    named: dict[str, Any] = {} if log else {"log_ptr": None}
+    aliases: dict[int, int] = {}
+    shapes = [out, *rooms_of(o), *logs]
+    if before is not None:
+        shapes = [*shapes[1:], out]
+        aliases, named = {sum(x is not None for x in operands) - 1: 2 + log}, named | {"out_ptr": None}
+    results = triton_launch(
+        turned_latent_kernel,
+        *operands,
+        out_shape=tuple(shapes),
+        grid=(most_tiles(o) + o.PIECES + o.FILLS,),
+        num_warps=tile.num_warps,
+        input_output_aliases=aliases,
+        O=o,
+        STAGES=tile.num_stages,
+        PRODUCER_REGISTERS=40,
+        **named,
+    )
+    if before is not None:
+        results = (results[-1], *results[:-1])
+    return merged(o, requests, *results)
 
 
 def tiles(heads: int, most: int, entries: int, slots: int, itemsize: int) -> tuple[Tile, Tile]:

@@ -100,7 +100,7 @@ def blocks_of(first, last, key, keys, O: tl.constexpr):
 
 
 @triton.jit
-def _tiles(cuts_ptr, lens_ptr, starts_ptr, r, O: tl.constexpr):
+def tiles_of(cuts_ptr, lens_ptr, starts_ptr, r, O: tl.constexpr):
     """Returns (number of tiles, blocks of keys that a tile may see) of requests r; no tiles for those of the other instance."""
     _, count, key, keys, place = request_of(cuts_ptr, lens_ptr, starts_ptr, r, O)
     served = (count >= O.LEAST) & (count <= O.MOST)
@@ -136,13 +136,13 @@ def plan(cuts_ptr, lens_ptr, starts_ptr, index, BY_TILE: tl.constexpr, O: tl.con
     if O.PIECES > 0:
         total = 0
         for first in range(0, O.R, O.BLOCK_R):
-            tiles, blocks = _tiles(cuts_ptr, lens_ptr, starts_ptr, first + tl.arange(0, O.BLOCK_R), O)
+            tiles, blocks = tiles_of(cuts_ptr, lens_ptr, starts_ptr, first + tl.arange(0, O.BLOCK_R), O)
             total += tl.sum(tiles * blocks)
         each = tl.maximum((total + O.PIECES - 1) // O.PIECES, O.LEAST_BLOCKS)
     request, begins, place, split, counted, listed = 0, 0, 0, 0, 0, 0
     for first in range(0, O.R, O.BLOCK_R):
         r = first + tl.arange(0, O.BLOCK_R)
-        tiles, blocks = _tiles(cuts_ptr, lens_ptr, starts_ptr, r, O)
+        tiles, blocks = tiles_of(cuts_ptr, lens_ptr, starts_ptr, r, O)
         pieces = pieces_of(blocks, each, O)
         items = tiles * pieces
         ends = counted + tl.cumsum(items, 0)

@@ -32,6 +32,7 @@ class QuantizedMatmulConfig(Tunables):
       turned: whether Hopper's tensor cores multiply the weights, transposed, from the registers in which they are unpacked
         (Triton); each of `num_warps` warps then has a multiple of 32 columns, and four more feed them.
       programs: turned programs that a multiprocessor has registers for.
+      teams: groups of the warps of a turned program, each with its part of the columns, that wait for nothing of each other.
       dense: whether the weights are dequantised once, to be multiplied by XLA.
       dequantize_block_d, dequantize_block_f, dequantize_num_warps: the tile of that kernel, and its warps.
     """
@@ -45,6 +46,7 @@ class QuantizedMatmulConfig(Tunables):
     num_stages: int | None = None
     turned: bool | None = None
     programs: int | None = None
+    teams: int | None = None
     dense: bool | None = None
     dequantize_block_d: int | None = None
     dequantize_block_f: int | None = None

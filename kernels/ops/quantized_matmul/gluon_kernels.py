@@ -49,7 +49,7 @@ def _make_ring(w_desc, s_desc, P: gl.constexpr, dtype: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
         mbarrier.init(full.index(i), count=2)  # words have been copied; x is in order
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(free.index(i), count=P.TEAMS)
     return w_tiles, s_tiles, b_tiles, x_tiles, there, full, free
 
 
@@ -94,7 +94,8 @@ def _copy(x_desc, w_desc, s_desc, b_desc, ring, P: gl.constexpr):
 def _layout_of_x(rows, P):
     """Returns a layout in which a thread has 32 columns, of those that are put in another order, or fewer of few rows."""
     each = min(32, rows * P.BLOCK_D // (32 * P.ORDERING))
-    return gl.BlockedLayout([1, each], [32 * each // P.BLOCK_D, P.BLOCK_D // each], [P.ORDERING, 1], [1, 0])
+    # Eight threads side by side have as many rows, whose swizzled places are in other banks.
+    return gl.BlockedLayout([1, each], [32 * each // P.BLOCK_D, P.BLOCK_D // each], [P.ORDERING, 1], [0, 1])
 
 
 @gluon.jit
@@ -126,7 +127,7 @@ def _store(out_ptr, acc, row, column, part, P: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(out_ptr, ring, P: gl.constexpr, dtype: gl.constexpr):
+def _multiply(out_ptr, ring, TEAM: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr):
     w_tiles, s_tiles, b_tiles, x_tiles, there, full, free = ring
     row, tile, part, first, count = _place(P)
     zero = gl.num_programs(1) >> 1  # there is one
@@ -137,11 +138,11 @@ def _multiply(out_ptr, ring, P: gl.constexpr, dtype: gl.constexpr):
     for step in range(count):
         mbarrier.wait(full.index(stage), phase)
         x = x_tiles.index(stage).permute((1, 0))
-        weights = unpacked(ring, stage, zero, 0, P, dtype)
+        weights = unpacked(ring, stage, zero, 2 * TEAM, P, dtype)
         left = warpgroup_mma(weights, x, left, is_async=True)
         right = warpgroup_mma_wait(1, (right,))
         mbarrier.arrive(free.index(last), pred=step > 0)
-        weights = unpacked(ring, stage, zero, 1, P, dtype)
+        weights = unpacked(ring, stage, zero, 2 * TEAM + 1, P, dtype)
         right = warpgroup_mma(weights, x, right, is_async=True)
         left = warpgroup_mma_wait(1, (left,))
         last = stage
@@ -149,7 +150,7 @@ def _multiply(out_ptr, ring, P: gl.constexpr, dtype: gl.constexpr):
     right = warpgroup_mma_wait(0, (right,))
     if is_small(P.MODE, dtype):
         left, right = left * 2.0**60, right * 2.0**60
-    column = tile * P.BLOCK_F
+    column = tile * P.BLOCK_F + 2 * TEAM * P.COLUMNS
     _store(out_ptr, left, row, column, part, P)
     _store(out_ptr, right, row, column + P.COLUMNS, part, P)
 
@@ -162,16 +163,29 @@ def unpacked_matmul_kernel(
     b_desc,  # likewise, or None
     out_ptr,  # [SPLITS, M, F]
     P: gl.constexpr,  # `Product`
+    MULTIPLYING: gl.constexpr,  # registers per thread of the second team
     FEEDING: gl.constexpr,  # registers per thread that does not multiply
 ):
     dtype: gl.constexpr = x_desc.dtype
     ring = _make_ring(w_desc, s_desc, P, dtype)
-    gl.warp_specialize(
-        [
-            (_multiply, (out_ptr, ring, P, dtype)),
-            (_order, (ring, P)),
-            (_copy, (x_desc, w_desc, s_desc, b_desc, ring, P)),
-        ],
-        [P.ORDERING, 1],
-        [FEEDING, FEEDING],
-    )
+    if P.TEAMS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_ptr, ring, 0, P, dtype)),
+                (_order, (ring, P)),
+                (_copy, (x_desc, w_desc, s_desc, b_desc, ring, P)),
+            ],
+            [P.ORDERING, 1],
+            [FEEDING, FEEDING],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_ptr, ring, 0, P, dtype)),
+                (_multiply, (out_ptr, ring, 1, P, dtype)),
+                (_order, (ring, P)),
+                (_copy, (x_desc, w_desc, s_desc, b_desc, ring, P)),
+            ],
+            [P.WARPS, P.ORDERING, 1],
+            [MULTIPLYING, FEEDING, FEEDING],
+        )

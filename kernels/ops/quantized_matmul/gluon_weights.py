@@ -24,7 +24,7 @@ class Product:
       M, D, F: rows of x, of which those of whole tiles are stored, and the sizes of the weights.
       MODE, BITS, GROUP: format of the weights.
       SPLITS: parts of D, of a program each.
-      WARPS: warps that multiply.
+      TEAMS: groups of warps that share the columns of a program, and wait for nothing of each other. WARPS: of each.
       ORDERING: warps that put x into the order of the codes.
       BLOCK_M, BLOCK_F, BLOCK_D: rows, columns and entries of D of a step.
       STAGES: steps on their way or in use.
@@ -37,6 +37,7 @@ class Product:
     BITS: int
     GROUP: int
     SPLITS: int
+    TEAMS: int
     WARPS: int
     ORDERING: int
     BLOCK_M: int
@@ -50,8 +51,8 @@ class Product:
 
     @property
     def COLUMNS(self) -> int:
-        """Columns of a sum: half of those of a program."""
-        return self.BLOCK_F // 2
+        """Columns of a sum: half of those of a team."""
+        return self.BLOCK_F // (2 * self.TEAMS)
 
 
 def _nf4_words(dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -217,7 +218,7 @@ def _layout_of_words(P, *counts):
 
 @gluon.jit
 def _half(tiles, stage, WHICH: gl.constexpr, P: gl.constexpr):
-    """Returns half of the columns of a stage, transposed."""
+    """Returns COLUMNS of a stage, transposed."""
     return tiles.index(stage).slice(WHICH * P.COLUMNS, P.COLUMNS, 1).permute((1, 0))
 
 

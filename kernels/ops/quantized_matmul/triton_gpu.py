@@ -122,14 +122,15 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     reads = _reads_in_steps(x, w, scales, biases, mode, bits, group_size, cfg.block_d)
     tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.num_warps in (4, 8, 16) and cfg.num_stages > 1
     tiles = tiles and cfg.block_f in (128, 256, 512) and cfg.block_f % (32 * cfg.num_warps) == 0
+    tiles = tiles and cfg.teams in (1, 2) and cfg.num_warps >= 4 * cfg.teams
     if not (reads and tiles):
-        fields = ("block_m", "block_f", "block_d", "num_warps", "num_stages")
+        fields = ("block_m", "block_f", "block_d", "num_warps", "teams", "num_stages")
         raise ValueError(
             "quantized_matmul: argument 'cfg' has turned = True with "
             + ", ".join(f"{name} = {getattr(cfg, name)}" for name in fields)
             + f": that needs scales of x's dtype ({x.dtype}) or, of MX formats, x in bfloat16, rows of a multiple of 16 bytes, "
             "a block_m that is a power of 2 from 8 to 128, 4, 8 or 16 warps, a block_f of 128, 256 or 512 that 32 * num_warps "
-            "divides, a block_d of 64 or 128 that groups divide or that divides them, and "
+            "divides, one or two teams of 4 warps or more, a block_d of 64 or 128 that groups divide or that divides them, and "
             "two stages; change these, or take turned = False"
         )
     of_scales = (EXPONENTS if scales.dtype == jnp.uint8 else SCALES).value
@@ -137,7 +138,8 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     rows = M if cfg.block_m < 128 else triton.cdiv(M, cfg.block_m) * cfg.block_m
     out = jax.ShapeDtypeStruct((cfg.splits, rows, F), jnp.float32 if cfg.splits > 1 else x.dtype)
     registers = 65536 // (32 * (cfg.num_warps + 4) * cfg.programs) // 8 * 8
-    feeding = 88 if registers >= 128 else 40
+    # Those of every partition, if there are two teams: as few as one has are what the assembler lets products in flight hold.
+    feeding = registers if cfg.teams == 2 else 88 if registers >= 128 else 40
     chunks = max(1, cfg.block_d // group_size)
     (parts,) = triton_launch(
         unpacked_matmul_kernel,
@@ -149,7 +151,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         ),
         out_shape=(out,),
         grid=(triton.cdiv(F, cfg.block_f) * cfg.splits * triton.cdiv(M, cfg.block_m),),
-        num_warps=cfg.num_warps,
+        num_warps=cfg.num_warps // cfg.teams,
         max_registers=min(255, registers),
         work=Work(2 * M * D * F, nbytes(x, w, scales, biases, out)),
         P=Product(
@@ -160,13 +162,15 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
             BITS=bits,
             GROUP=group_size,
             SPLITS=cfg.splits,
-            WARPS=cfg.num_warps,
+            TEAMS=cfg.teams,
+            WARPS=cfg.num_warps // cfg.teams,
             ORDERING=1 if cfg.block_m <= 16 else 2,
             BLOCK_M=cfg.block_m,
             BLOCK_F=cfg.block_f,
             BLOCK_D=cfg.block_d,
             STAGES=cfg.num_stages,
         ),
+        MULTIPLYING=registers,
         FEEDING=feeding,
     )
     return parts[:, :M]
@@ -218,7 +222,7 @@ def _tiles(M: int, D: int, F: int, bits: int, group_size: int) -> QuantizedMatmu
     )  # fmt: skip
 
 
-def _turned_tiles(M: int, D: int, F: int, bits: int, block_d: int) -> QuantizedMatmulConfig:
+def _turned_tiles(M: int, D: int, F: int, bits: int, block_d: int, teams: int) -> QuantizedMatmulConfig:
     """Returns the tiles of Hopper's kernel: the fastest of those that were tried on an H200, with D and F of 8192."""
     few = M <= 16
     block_m, block_f, programs = max(8, min(128, triton.next_power_of_2(M))), 128 if few else 256, 2 if few else 1
@@ -226,7 +230,8 @@ def _turned_tiles(M: int, D: int, F: int, bits: int, block_d: int) -> QuantizedM
     splits = _even_splits(programs * MULTIPROCESSORS, tiles, triton.cdiv(D, block_d), LEAST_STEPS // 2)
     return QuantizedMatmulConfig(
         block_m, block_f, block_d, splits=splits, chunks=1, num_warps=block_f // 32,
-        num_stages=4 if few and bits == 4 else 5 if M <= 64 else 6, turned=True, programs=programs,
+        num_stages=4 if few and bits == 4 else 6 if teams == 2 and block_m == 64 else 5 if M <= 64 else 6, turned=True,
+        programs=programs, teams=teams,
     )  # fmt: skip
 
 
@@ -236,10 +241,12 @@ def heuristic(call, platform):
     few = bool(_chunk(bits, group_size, call.x.dtype.itemsize))
     if few:
         # Where registers hold the operands of so many entries.
-        steps = (128, 64) if bits == 4 and M <= 64 else (64,)
+        # Measured of these alone; two teams have no registers for 128 entries and 64 rows.
+        teams = 2 if call.mode == "affine" and bits == 4 and 16 < M <= 64 else 1
+        steps = (128, 64) if bits == 4 and M <= (64 if teams == 1 else 32) else (64,)
         arrays = call.x, call.w, call.scales, call.biases, call.mode
         block_d = next((n for n in steps if _reads_in_steps(*arrays, bits, group_size, n)), None)
-        cfg = _turned_tiles(M, D, F, bits, block_d) if block_d else _tiles(M, D, F, bits, group_size)
+        cfg = _turned_tiles(M, D, F, bits, block_d, teams) if block_d else _tiles(M, D, F, bits, group_size)
     return dataclasses.replace(
         cfg, dense=not few or M > MOST_ROWS, dequantize_block_d=32, dequantize_block_f=256, dequantize_num_warps=4
     )
@@ -257,6 +264,7 @@ def candidates(call):
                 block_f=f,
                 num_warps=f // 32,
                 programs=256 // f,
+                teams=first.teams if f == 256 else 1,  # of four warps at least
                 splits=n * (first.splits or 1),
                 num_stages=stages,
             )
