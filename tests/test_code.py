@@ -122,8 +122,11 @@ SLOW = {
 }
 # Cases whose backward is the contract's own, by name of the operation and the backend: one token.
 FORWARD_ALONE = {
-    ("linear_attention", "pallas_tpu", "decode"),
-    ("delta_rule", "pallas_tpu", "decode"),
+    *(
+        (name, backend, "decode")
+        for name in ("linear_attention", "delta_rule")
+        for backend in ("pallas_tpu", "triton_gpu")
+    ),
     *(("ragged_delta_rule", backend, case) for backend in ("pallas_tpu", "triton_gpu") for case in ("small", "decode")),
 }
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests

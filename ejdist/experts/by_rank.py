@@ -177,7 +177,7 @@ class ByRank(Scheme):
         raise NotImplementedError
 
     def dispatch(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
-        """Sends the rows [S, ...], and returns the received rows [R, ...], 0 where there is none."""
+        """Sends the rows [S, ...], and returns the received rows [R, ...]. Those that no token sent may hold anything."""
         raise NotImplementedError
 
     def combine(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:

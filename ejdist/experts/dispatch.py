@@ -89,7 +89,7 @@ def exchange(
       max_ranks: on how many ranks the experts of a token are at most, as the router limits them; None: on any. The buffer is
         then made for so many, and a token that is on more takes other passes as always.
       gathers: `apply` gathers rows itself: it is called with tokens in their place, and `rows=`, `slots=` as in
-        `kernels.grouped_matmul`, so that they are never in memory in their order.
+        `kernels.grouped_matmul`, so that they are never in memory in their order. Rows that no index names may hold anything.
       capacity: limits an expert to ceil(capacity * k * tokens of all ranks / num_experts) tokens: the first ones of the first
         ranks. The others are dropped, and counted. Default: nothing is dropped.
 

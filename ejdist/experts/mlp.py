@@ -19,7 +19,7 @@ CLAMPED = "clamped_swiglu"
 
 @dataclass(frozen=True)  # compiled dispatches are cached by it
 class GatedExperts:
-    """Applies each expert's gated MLP: (params, rows, rows per expert) -> rows; see `rows.Apart`."""
+    """Applies each expert's gated MLP: (params, rows, rows per expert) -> rows; see `apart.Apart`."""
 
     activation: str
     alpha: float = 1.702

@@ -260,7 +260,7 @@ def combined(
     rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None, total: jax.Array | None = None
 ) -> jax.Array:
     """Returns the weighted sum of each token's rows, added in float32, in their dtype, without materialising [M, k, D]; with
-    `total` [M, D], of their dtype, added to that."""
+    `total` [M, D], added to that, in its dtype."""
 
     def added(
         rows: jax.Array,
@@ -277,7 +277,7 @@ def combined(
         return sums.astype(rows.dtype)
 
     if total is not None and total.dtype != rows.dtype:
-        return combined(rows, slot, weights, total.astype(rows.dtype)).astype(total.dtype)
+        return total + combined(rows, slot, weights).astype(total.dtype)
 
     def by_kernel(rows: jax.Array, slot: jax.Array, weights: Any, total: Any) -> jax.Array:
         no_inverse = jnp.full(rows.shape[:1], -1, jnp.int32)  # which only its gradient needs

@@ -82,7 +82,8 @@ def weighed(
             jax.ShapeDtypeStruct((M,), jnp.float32),
         ),
         grid=(M,),
-        num_warps=max(1, block // 256),
+        # All of a row is in registers.
+        num_warps=min(8, max(1, block // 256, triton.next_power_of_2(triton.cdiv(F, 1024)))),
         work=Work(8 * d.size, 2 * nbytes(d, rows)),
         F=F,
         ACTIVATION=activation,

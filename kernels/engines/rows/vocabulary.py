@@ -61,14 +61,15 @@ def most_rows(vocabulary: int, elements: int) -> int:
 
 
 def rows_of_block(tokens: int, vocabulary: int, elements: int) -> int:
-    """Returns the number of tokens per block, from the sizes: of the largest blocks, up to half as many tokens again as
-    `most_rows`, those with the fewest rows of padding in tiles of 256, in which GPUs multiply them."""
-    most = 3 * most_rows(vocabulary, elements) // 2
+    """Returns the number of tokens per block, from the sizes: 0.75 to 1.5 times `most_rows`, with the fewest rows of padding in
+    tiles of 256, in which GPUs multiply them."""
+    asked = most_rows(vocabulary, elements)
+    most = 3 * asked // 2
     if tokens <= most:
         return max(1, tokens)
     least = -(-tokens // most)
     sizes = [-(-tokens // (128 * blocks)) * 128 for blocks in range(least, 2 * least)]
-    return min(sizes, key=lambda size: -(-tokens // size) * -(-size // 256))
+    return min(sizes, key=lambda size: (-(-tokens // size) * -(-size // 256), abs(size - asked)))
 
 
 def candidates(call: Call, most: int) -> list[int]:

@@ -22,17 +22,17 @@ from kernels.framework.work import Work
 from kernels.toolchains.pallas import pallas_launch
 
 GROUP = 8  # heads of queries and keys of a program, where there are more: the rows of a tile in memory
-AT_ONCE = (
-    16  # heads of values whose products fill the time of one another: with 8, a head takes 1.1 to 1.2 times the bundles
-)
+# Heads of values whose products fill the time of one another, by bytes of a number: with 8, a head takes 1.1 to 1.2 times the
+# bundles, but float32 has room in VMEM for no more.
+AT_ONCE = {2: 16, 4: 8}
 VMEM_BYTES = 48 * 2**20
 
 
-def group_of(K: int, N: int) -> tuple[int, int, int]:
+def group_of(K: int, N: int, itemsize: int = 2) -> tuple[int, int, int]:
     """Returns (heads of keys of a program, of values, heads of keys of an iteration)."""
     keys = GROUP if K > GROUP and K % GROUP == 0 else K
     shared = N // K
-    unit = max([u for u in range(1, keys + 1) if keys % u == 0 and u * shared <= AT_ONCE], default=1)
+    unit = max([u for u in range(1, keys + 1) if keys % u == 0 and u * shared <= AT_ONCE[itemsize]], default=1)
     return keys, keys * shared, unit
 
 
@@ -74,7 +74,7 @@ class Launches:
 
     def group(self, K: int, N: int) -> tuple[int, int, int]:
         """Returns what `group_of` does."""
-        return group_of(K, N)
+        return group_of(K, N, self.x.k.dtype.itemsize)
 
     def gates_of(self, x: Tokens) -> dict[str, jax.Array]:
         """Returns the decays "a" and rates "beta" as the kernels read them."""
@@ -297,8 +297,8 @@ def refused(call: Call) -> str | None:
     d = call.dims
     H, Hv = (-(-d[name] // LANES) * LANES for name in ("H", "Hv"))
     keys, values, _ = group_of(d["K"], d["N"])
-    if values > keys * AT_ONCE:
-        return f"{values // keys} heads of values share one of keys; the kernels take {AT_ONCE} at once"
+    if values > keys * AT_ONCE[2]:
+        return f"{values // keys} heads of values share one of keys; the kernels take {AT_ONCE[2]} at once"
     size = 4 if call.dtype == "float32" or d["K"] % 2 or d["N"] % 2 else 2
     # Of the backward, which has more: blocks, twice each; heads and words of them; states and inverses of a visit.
     of_tokens = CHUNK * size * (keys * H * (4 * 2 + 4) + values * Hv * (3 * 2 + 3)) + CHUNK * 2 * (

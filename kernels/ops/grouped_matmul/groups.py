@@ -132,9 +132,8 @@ def register(
         if rhs_transposed is None:
             d_rhs = contraction(x, d, rhs.shape[0], rhs.dtype, cfg.d_rhs, where, *more)
             gradients["rhs"] = d_rhs.reshape(rhs.shape)
-        elif (
-            gathers
-        ):  # rows that are read by index are those on the left: the matrices come turned, which are far fewer
+        elif gathers:
+            # Rows that are read by index are those on the left: the matrices come turned, which are far fewer.
             turned = contraction(x, d, len(rhs_transposed), rhs_transposed.dtype, cfg.d_rhs, where, *more)
             gradients["rhs_transposed"] = turned.swapaxes(1, 2).reshape(rhs_transposed.shape)
         else:

@@ -398,9 +398,8 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     d = saved.d_out.astype(lhs.dtype)
     maps = _Maps(group_sizes, group_offset, d.shape[0], b.shape[0])
     if "products" in saved:
-        widths = (
-            b.shape[1:] if transposed else b.shape[:0:-1]
-        )  # of the next product, whose map has the bounds of groups too
+        # Of the next product, whose map has the bounds of groups too.
+        widths = b.shape[1:] if transposed else b.shape[:0:-1]
         where = maps.of(_height(cfg.d_lhs, saved["products"], b, widths))
         d = _activated_backward(saved["products"], d, gated, activation, where, b.shape[0])
     elif activation is not None:

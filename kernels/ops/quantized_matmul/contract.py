@@ -32,7 +32,8 @@ class QuantizedMatmulConfig(Tunables):
       turned: whether Hopper's tensor cores multiply the weights, transposed, from the registers in which they are unpacked
         (Triton); each of `num_warps` warps then has a multiple of 32 columns, and four more feed them.
       programs: turned programs that a multiprocessor has registers for.
-      teams: groups of the warps of a turned program, each with its part of the columns, that wait for nothing of each other.
+      teams: groups of the warps of a turned program, each with its part of the columns, that wait for nothing of each other;
+        None: two where they are faster.
       dense: whether the weights are dequantised once, to be multiplied by XLA.
       dequantize_block_d, dequantize_block_f, dequantize_num_warps: the tile of that kernel, and its warps.
     """

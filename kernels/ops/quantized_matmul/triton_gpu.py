@@ -120,9 +120,10 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     """Returns the parts of x [M, D] times the weights, of the kernel that transposes the product."""
     (M, D), F = x.shape, w.shape[1]
     reads = _reads_in_steps(x, w, scales, biases, mode, bits, group_size, cfg.block_d)
+    teams = cfg.teams or _teams(mode, bits, cfg.block_m, cfg.block_d, cfg.num_warps)
     tiles = cfg.block_m in (8, 16, 32, 64, 128) and cfg.num_warps in (4, 8, 16) and cfg.num_stages > 1
     tiles = tiles and cfg.block_f in (128, 256, 512) and cfg.block_f % (32 * cfg.num_warps) == 0
-    tiles = tiles and cfg.teams in (1, 2) and cfg.num_warps >= 4 * cfg.teams
+    tiles = tiles and teams in (1, 2) and cfg.num_warps >= 4 * teams
     if not (reads and tiles):
         fields = ("block_m", "block_f", "block_d", "num_warps", "teams", "num_stages")
         raise ValueError(
@@ -139,7 +140,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
     out = jax.ShapeDtypeStruct((cfg.splits, rows, F), jnp.float32 if cfg.splits > 1 else x.dtype)
     registers = 65536 // (32 * (cfg.num_warps + 4) * cfg.programs) // 8 * 8
     # Those of every partition, if there are two teams: as few as one has are what the assembler lets products in flight hold.
-    feeding = registers if cfg.teams == 2 else 88 if registers >= 128 else 40
+    feeding = registers if teams == 2 else 88 if registers >= 128 else 40
     chunks = max(1, cfg.block_d // group_size)
     (parts,) = triton_launch(
         unpacked_matmul_kernel,
@@ -151,7 +152,7 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
         ),
         out_shape=(out,),
         grid=(triton.cdiv(F, cfg.block_f) * cfg.splits * triton.cdiv(M, cfg.block_m),),
-        num_warps=cfg.num_warps // cfg.teams,
+        num_warps=cfg.num_warps // teams,
         max_registers=min(255, registers),
         work=Work(2 * M * D * F, nbytes(x, w, scales, biases, out)),
         P=Product(
@@ -162,8 +163,8 @@ def _turned(x, w, scales, biases, mode, bits, group_size, cfg):
             BITS=bits,
             GROUP=group_size,
             SPLITS=cfg.splits,
-            TEAMS=cfg.teams,
-            WARPS=cfg.num_warps // cfg.teams,
+            TEAMS=teams,
+            WARPS=cfg.num_warps // teams,
             ORDERING=1 if cfg.block_m <= 16 else 2,
             BLOCK_M=cfg.block_m,
             BLOCK_F=cfg.block_f,
@@ -222,16 +223,22 @@ def _tiles(M: int, D: int, F: int, bits: int, group_size: int) -> QuantizedMatmu
     )  # fmt: skip
 
 
-def _turned_tiles(M: int, D: int, F: int, bits: int, block_d: int, teams: int) -> QuantizedMatmulConfig:
+def _teams(mode: str, bits: int, block_m: int, block_d: int, num_warps: int) -> int:
+    """Returns how many teams a turned program has: two were faster of 17 to 64 rows, where warps and registers allow them."""
+    able = block_m in (32, 64) and num_warps >= 8 and block_m * block_d <= 64 * 64
+    return 2 if mode == "affine" and bits == 4 and able else 1
+
+
+def _turned_tiles(M: int, D: int, F: int, bits: int, block_d: int, mode: str) -> QuantizedMatmulConfig:
     """Returns the tiles of Hopper's kernel: the fastest of those that were tried on an H200, with D and F of 8192."""
     few = M <= 16
     block_m, block_f, programs = max(8, min(128, triton.next_power_of_2(M))), 128 if few else 256, 2 if few else 1
     tiles = triton.cdiv(F, block_f) * triton.cdiv(M, block_m)
     splits = _even_splits(programs * MULTIPROCESSORS, tiles, triton.cdiv(D, block_d), LEAST_STEPS // 2)
+    deep = M > 64 or (block_m == 64 and _teams(mode, bits, block_m, block_d, block_f // 32) == 2)
     return QuantizedMatmulConfig(
         block_m, block_f, block_d, splits=splits, chunks=1, num_warps=block_f // 32,
-        num_stages=4 if few and bits == 4 else 6 if teams == 2 and block_m == 64 else 5 if M <= 64 else 6, turned=True,
-        programs=programs, teams=teams,
+        num_stages=4 if few and bits == 4 else 6 if deep else 5, turned=True, programs=programs,
     )  # fmt: skip
 
 
@@ -240,13 +247,11 @@ def heuristic(call, platform):
     cfg, bits, group_size = QuantizedMatmulConfig(), call.bits, call.group_size
     few = bool(_chunk(bits, group_size, call.x.dtype.itemsize))
     if few:
-        # Where registers hold the operands of so many entries.
-        # Measured of these alone; two teams have no registers for 128 entries and 64 rows.
-        teams = 2 if call.mode == "affine" and bits == 4 and 16 < M <= 64 else 1
-        steps = (128, 64) if bits == 4 and M <= (64 if teams == 1 else 32) else (64,)
+        # Where registers hold the operands of so many entries; those of two teams do not where there are 64 rows.
+        steps = (128, 64) if bits == 4 and M <= (32 if call.mode == "affine" else 64) else (64,)
         arrays = call.x, call.w, call.scales, call.biases, call.mode
         block_d = next((n for n in steps if _reads_in_steps(*arrays, bits, group_size, n)), None)
-        cfg = _turned_tiles(M, D, F, bits, block_d, teams) if block_d else _tiles(M, D, F, bits, group_size)
+        cfg = _turned_tiles(M, D, F, bits, block_d, call.mode) if block_d else _tiles(M, D, F, bits, group_size)
     return dataclasses.replace(
         cfg, dense=not few or M > MOST_ROWS, dequantize_block_d=32, dequantize_block_f=256, dequantize_num_warps=4
     )
@@ -264,7 +269,6 @@ def candidates(call):
                 block_f=f,
                 num_warps=f // 32,
                 programs=256 // f,
-                teams=first.teams if f == 256 else 1,  # of four warps at least
                 splits=n * (first.splits or 1),
                 num_stages=stages,
             )
