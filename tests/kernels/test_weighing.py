@@ -43,13 +43,16 @@ def test_numbers(F, activation, platform):
     np.testing.assert_array_equal(got.d_weight[~there], 0)
 
 
-@pytest.mark.parametrize("activation", ["silu", pytest.param(None, marks=pytest.mark.slow)])
-def test_a_layer_is_compiled_without_spills(activation):
-    """What a rank of 8 has of Qwen3-30B-A3B."""
-    M, F = 327680, 768
+@pytest.mark.parametrize(
+    ("F", "activation", "most"),
+    [(768, "silu", 80), pytest.param(768, None, 80, marks=pytest.mark.slow), (14336, "silu", 128)],
+)
+def test_a_layer_is_compiled_without_spills(F, activation, most):
+    """What a rank of 8 has of Qwen3-30B-A3B, and rows as wide as Mixtral's."""
+    M = 327680
     wide = jax.ShapeDtypeStruct((M, F if activation is None else 2 * F), jnp.bfloat16)
     d, pairs = jax.ShapeDtypeStruct((M, F), jnp.bfloat16), jax.ShapeDtypeStruct((M,), jnp.int32)
     weights = jax.ShapeDtypeStruct((218704, 8), jnp.float32)
     report = export_cuda(lambda *arrays: weigh(*arrays, activation=activation), d, wide, pairs, weights)
     (kernel,) = report.kernels
-    assert kernel.resources["spill_stores"] == 0 and kernel.resources["registers"] <= 80
+    assert kernel.resources["spill_stores"] == 0 and kernel.resources["registers"] <= most
