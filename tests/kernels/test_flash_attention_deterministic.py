@@ -162,14 +162,14 @@ def test_every_function_of_this_operation_takes_it():
 @pytest.fixture
 def asked(monkeypatch):
     """Returns what calls of flash attention are asked for: (direction, deterministic)."""
-    found, program = [], Op._program
+    found, program = [], Op.program
 
     def spy(self, direction, call, *rest):
         if self is op:
             found.append((direction, call.deterministic))
         return program(self, direction, call, *rest)
 
-    monkeypatch.setattr(Op, "_program", spy)
+    monkeypatch.setattr(Op, "program", spy)
     return found
 
 
