@@ -1,5 +1,7 @@
 """scaled_matmul's kernel for Hopper, interpreted: its numbers. On a GPU: tests/gpu/test_scaled_matmul_gpu.py."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hopper import interpreted
 from hopper_scaled import CALLS, GROUPED, check, check_grouped
@@ -15,6 +17,17 @@ def some(calls, *quick):
 def test_numbers(call, monkeypatch):
     with interpreted(monkeypatch, op, triton_gpu):
         check(*call)
+
+
+@pytest.mark.parametrize(
+    ("M", "D", "F", "tile"),
+    [(512, 8192, 2048, (128, 64)), (8192, 8192, 8192, (256, 128)), (1000, 4096, 4096, (256, 128))],
+)
+def test_small_results_get_small_tiles(M, D, F, tile):
+    a, b = (jax.ShapeDtypeStruct((n, D), jnp.float8_e4m3fn) for n in (M, F))
+    scales = (jax.ShapeDtypeStruct((n, 1), jnp.float32) for n in (M, F))
+    cfg = triton_gpu.candidates(op.bind(a, b, *scales))[0]
+    assert (cfg.block_m, cfg.block_n) == tile
 
 
 @pytest.mark.parametrize("call", some(GROUPED, 1), ids=lambda call: "-".join(map(str, call[2:])))

@@ -247,7 +247,7 @@ def heuristic(call, platform):
     cfg, bits, group_size = QuantizedMatmulConfig(), call.bits, call.group_size
     few = bool(_chunk(bits, group_size, call.x.dtype.itemsize))
     if few:
-        # Where registers hold the operands of so many entries; those of two teams do not where there are 64 rows.
+        # Steps of 128 entries, where registers hold their operands: with two teams, of up to 32 rows.
         steps = (128, 64) if bits == 4 and M <= (32 if call.mode == "affine" else 64) else (64,)
         arrays = call.x, call.w, call.scales, call.biases, call.mode
         block_d = next((n for n in steps if _reads_in_steps(*arrays, bits, group_size, n)), None)
