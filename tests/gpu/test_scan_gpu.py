@@ -45,8 +45,8 @@ def decays(rng, *channels):
     return np.where(few, strong, g)
 
 
-def arguments_of(name, width):
-    """Returns float32 arguments: documents, a state, shared heads, decays of every size, and correlated keys."""
+def arguments_of(name, width, cosine=0.9):
+    """Returns float32 arguments: documents, a state, shared heads, decays of every size, and keys of this cosine."""
     rng = np.random.default_rng(0)
     x = {"segment_ids": documents(rng), "initial_state": rng.standard_normal((B, 1, N, H, width))}
     if name.startswith("linear_attention"):
@@ -57,7 +57,7 @@ def arguments_of(name, width):
         x |= {"r": unit(rng, 0.0, N), "k": unit(rng, 0.5, N), "v": rng.standard_normal((B, T, N, width))}
         x |= {"w": decays(rng, H), "a": -key, "b": key * rng.uniform(0.1, 1.5, (B, T, N, H))}
     elif name.startswith("delta_rule"):
-        x |= {"query": unit(rng, 0.0, K), "key": unit(rng, 0.9, K), "g": decays(rng)[..., None]}
+        x |= {"query": unit(rng, 0.0, K), "key": unit(rng, cosine, K), "g": decays(rng)[..., None]}
         x |= {"value": rng.standard_normal((B, T, N, width)), "beta": rng.uniform(0.1, 1.9, (B, T, N))}
     else:
         x |= {"x": rng.standard_normal((B, T, N, width)), "dt": np.exp(rng.uniform(-5, 0, (B, T, N)))}
@@ -79,9 +79,9 @@ def in_dtype(arguments, dtype):
     return {n: y.astype(dtype) if n in of_tokens and is_float_array(y) else y for n, y in arguments.items()}
 
 
-def off(name, width, dtype, *cfgs):
+def off(name, width, dtype, *cfgs, cosine=0.9):
     """Returns what is farther from the contract in float32 than twice its own rounding, by name and configuration."""
-    op, arguments = OPS[name.split()[0]], in_dtype(arguments_of(name, width), dtype)
+    op, arguments = OPS[name.split()[0]], in_dtype(arguments_of(name, width, cosine), dtype)
     exact = {n: y.astype(jnp.float32) if is_float_array(y) else y for n, y in arguments.items()}
     with jax.default_matmul_precision("highest"):
         truth, true_gradients, d = value_and_gradients(op.function, exact)
@@ -109,6 +109,13 @@ SIZES += [("delta_rule of whole chunks", 128), ("rwkv7", 128), ("rwkv7 of 64 cha
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_numbers(name, width, dtype):
     assert not off(name, width, dtype, None)
+
+
+@pytest.mark.parametrize("name", ["delta_rule of whole chunks", "delta_rule of channels in whole chunks"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("cosine", [0.0, 0.99])
+def test_keys_that_are_alike_and_keys_that_are_not(name, dtype, cosine):
+    assert not off(name, 128, dtype, None, cosine=cosine)
 
 
 @pytest.mark.parametrize(("name", "width"), SIZES)
