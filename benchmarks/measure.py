@@ -115,18 +115,19 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
         oracle = Oracle(op, arguments)
         able = _check(op, able, arguments, oracle, rows)
     else:
-        # The same on a smaller case against the contract, with programs of their own: they are made for their shapes.
+        # Ours on a smaller case against the contract, with programs of their own: they are made for their shapes. Peers are
+        # compared with ours, on the whole case alone: what tunes itself would do so again for the smaller one.
         few = op.case_inputs(small, dtype=dtype)
         truth = Oracle(op, few)
         both = [*our(few, 0), *theirs(op, few, chosen)]
         same = {c.name: c for c in both if c.programs is not None}
-        good = {c.name for c in _check(op, [same[c.name] for c in able if c.name in same], few, truth, rows)}
+        good = {c.name for c in _check(op, [same[c.name] for c in able if c.ours and c.name in same], few, truth, rows)}
         # Candidates are other tiles of the same kernels: they are compared on the whole case only.
         same |= {c.name: same[able[0].name] for c in able if c.ours and c.name not in same}
         for c in able:
             if c.name not in same:
-                rows[c.name]["reason"] = "it cannot express the smaller call that numbers are checked on"
-        able = [c for c in able if c.name in same and same[c.name].name in good]
+                rows[c.name]["reason"] = "it cannot express the smaller call that ours is checked on"
+        able = [c for c in able if c.name in same and (not c.ours or same[c.name].name in good)]
         # By whole-case `of`: a peer makes one for each call, and what it gives may be off by what it may be off here.
         by_of = {c.of: truth.reference(same[c.name].of).allowed for c in able}
         first = next((c for c in able if c.ours and c.name == "xla"), next((c for c in able if c.ours), None))

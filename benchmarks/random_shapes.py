@@ -107,6 +107,7 @@ def _work(operation: str, options: dict[str, Any]) -> int:
     import jax
 
     import kernels
+    from benchmarks.contestants import first_line
     from benchmarks.measure import Red, Settings, measure, prepare, provenance
     from benchmarks.timing import ceilings
 
@@ -153,8 +154,8 @@ def _work(operation: str, options: dict[str, Any]) -> int:
                 break
             try:
                 prepared = prepare(op, case, settings, {name: every[name] for name in names})
-            except Red as red:
-                print(f"{case.name}: {red}", flush=True)
+            except (Red, jax.errors.JaxRuntimeError) as error:
+                print(f"{case.name}: {error if isinstance(error, Red) else first_line(error)}", flush=True)
                 code = 1
                 continue
             ready.append((number, prepared.moved(jax.device_get)))
@@ -163,8 +164,15 @@ def _work(operation: str, options: dict[str, Any]) -> int:
         for number, prepared in ready:
             if late(1.0, prepared.case.name):
                 break
-            with turns.alone():
-                block = measure(op, prepared.moved(jax.device_put), settings, ceiling)
+            try:
+                with turns.alone():
+                    block = measure(op, prepared.moved(jax.device_put), settings, ceiling)
+            except (
+                Exception
+            ) as error:  # memory that others hold, mostly, which the profiler lacks too; the rest can still be timed
+                print(f"{prepared.case.name}: not timed, {first_line(error)}", flush=True)
+                code = 1
+                continue
             row = {"number": number, **block, **origin}
             print(_line(row), flush=True)
             print(json.dumps(row), file=file, flush=True)
