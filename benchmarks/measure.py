@@ -309,6 +309,9 @@ def run(
         prepared.append(prepare(op, case, settings, chosen))
         right = ", ".join(c.name for c in prepared[-1].able)
         say(f"{op.name} {case.name} {settings.dtype}: numbers right for {right or 'nobody'}")
+        for row in prepared[-1].rows.values():
+            if not row["ours"] and row["status"] != "right":
+                say(f"  {row['contestant']} {row['status']}: {row['reason']}")
     ceiling = ceilings(settings.dtype)
     kind = jax.devices()[0].device_kind
     say(f"{kind}: matmul {ceiling[0] / 1e12:.3g} TFLOP/s, copy {ceiling[1] / 1e9:.4g} GB/s, both measured now")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import jax
 
 from benchmarks.cases import split
 from benchmarks.contestants import Contestant, first_line
-from benchmarks.timing import quartiles, wall_seconds
+from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, quartiles, wall_seconds
 from kernels.framework.work import nbytes
 
 DIRECTIONS = ("forward", "backward", "both")
@@ -61,6 +62,31 @@ def warm_up(contestant: Contestant, arguments: dict[str, Any], cotangents: tuple
         _runners(contestant, arguments, cotangents, 1)
 
 
+def _kernel_seconds(runners: list[Runner]) -> list[float | None]:
+    """Returns the seconds of the kernels of one call of each; None where there are none, as on a CPU.
+
+    Those that the profiler sees are run in one trace: it takes more time to write one than to run what is in it.
+    """
+
+    def several(r: Runner) -> None:
+        result = None
+        for n in range(r.calls):
+            result = r.run(n)
+        r.contestant.programs.block(result)
+
+    by_profiler = [r for r in runners if r.contestant.programs.kernel_seconds is None]
+    runs = [functools.partial(several, r) for r in by_profiler]
+    seconds = iter(kernel_seconds_of_each(runs) if runs and has_kernel_times() else [None] * len(runs))
+
+    def of_one(r: Runner) -> float | None:
+        if r.contestant.programs.kernel_seconds is not None:
+            return r.contestant.programs.kernel_seconds(r.run, r.calls)
+        total = next(seconds)
+        return total and total / r.calls
+
+    return [of_one(r) for r in runners]
+
+
 def race(
     contestants: list[Contestant],
     arguments: dict[str, Any],
@@ -94,7 +120,7 @@ def race(
         for r in runners:
             programs = r.contestant.programs
             r.wall.append(wall_seconds(r.run, programs.block, r.calls))
-            kernel = programs.kernel_seconds(r.run, r.calls)
+        for r, kernel in zip(runners, _kernel_seconds(runners), strict=True):
             r.kernel += [] if kernel is None else [kernel]
     for r in sorted(runners, key=lambda r: DIRECTIONS.index(r.direction)):
         microseconds = {

@@ -18,6 +18,7 @@ import kernels
 from benchmarks import measure, options, peers, race, ranking, report, resumed, step, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
+from benchmarks.contestants import Contestant
 from benchmarks.programs import programs_of
 from kernels.engines.attention.masks import MaskInfo
 
@@ -183,6 +184,36 @@ def test_a_race_compiles_nothing():
     assert sizes == [1] * 4 * len(prepared.able)
     measure.measure(RMS, prepared, settings, (1e12, 1e11))
     assert [p._cache_size() for c in prepared.able for p in vars(c.programs).values()] == sizes
+
+
+def test_kernel_times_of_a_round_are_of_one_trace(monkeypatch):
+    """Each is of one call of its own: of those that the profiler sees, and of those that time themselves."""
+    ran, traces = [], []
+
+    def contestant(name, seconds, kernel_seconds=None):
+        programs = SimpleNamespace(kernel_seconds=kernel_seconds, block=lambda result: None, load=lambda *inputs: None)
+        programs.forward = lambda inputs: ran.append(seconds)
+        return Contestant(name, True, programs, backward=False)
+
+    def of_each(runs):
+        traces.append(len(runs))
+        found = []
+        for run in runs:
+            ran.clear()
+            run()
+            found.append(sum(ran))
+        return found
+
+    monkeypatch.setattr(race, "has_kernel_times", lambda: True)
+    monkeypatch.setattr(race, "kernel_seconds_of_each", of_each)
+    able = [contestant("a", 1e-6), contestant("torch", 9.0, lambda run, calls: 5e-6), contestant("b", 2e-6)]
+    times = race.race(able, {}, lambda c: (), number=1, rounds=3, seconds=1e-5)
+    assert {name: t["forward"]["kernel_us"] for name, t in times.items()} == {
+        "a": pytest.approx([1] * 3),
+        "b": pytest.approx([2] * 3),
+        "torch": pytest.approx([5] * 3),
+    }
+    assert traces == [2] * 3
 
 
 @pytest.mark.slow
