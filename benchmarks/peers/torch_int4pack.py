@@ -41,7 +41,7 @@ def _product(arguments: dict[str, Any]) -> Callable:
     from kernels.engines.matmul.formats import unpack
 
     codes = np.asarray(unpack(arguments["w"], 4)).astype(np.uint8).T
-    packed = torch.from_numpy(codes[:, ::2] << 4 | codes[:, 1::2]).to("cuda")
+    packed = torch.from_numpy(np.ascontiguousarray(codes[:, ::2] << 4 | codes[:, 1::2])).to("cuda")
     # A weight is (code - 8) * scale + zero.
     scales, biases = (arguments[name].astype(jnp.float32) for name in ("scales", "biases"))
     both = to_torch(jnp.stack([scales, biases + 8 * scales], axis=-1).astype(jnp.bfloat16))
