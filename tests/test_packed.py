@@ -1,5 +1,6 @@
 """Packed weights of a generation: the texts of the same model with the numbers that they represent, and what is refused."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -422,3 +423,31 @@ def test_products_over_two_devices_are_kernels(device, platform, kernel, form):
     program = lowered.compile()
     assert kernel in lowered.as_text() and not re.search(r" while\(", program.as_text())
     assert program.memory_analysis().temp_size_in_bytes < 4 * 128 * 1024 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int4", "mxfp4"])
+def test_a_mixture_of_packed_experts_is_kernels_on_tpus(form):
+    """Compiled for four, experts over two of them: no loop over experts, and no array as large as a device's words."""
+    E, D, F, mesh = 16, 1024, 512, make_mesh(ep=2, tp=2, devices=target_of("v5e:2x2", None, None, None).devices())
+    shapes = {"gate": (E, D, 2, F), "down": (E, F, D), "router": (D, E)}
+    dims = {"gate": "E D F", "down": "E F D", "router": "D E"}
+
+    def placed(x, dims):
+        where = sharding(mesh, dims.split(), PARAMETERS, shape=x.shape, what="x")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    weights = {n: jax.ShapeDtypeStruct(s, jnp.bfloat16) for n, s in shapes.items()}
+    for name in ("gate", "down"):
+        stack = jax.ShapeDtypeStruct((1, *shapes[name]), jnp.bfloat16)
+        (weights[name],) = jax.eval_shape(lambda s: packed_rows(s, 1, form, jnp.bfloat16, False, experts=True), stack)
+    weights["gate"] = dataclasses.replace(weights["gate"], parts=2)
+    weights = {n: jax.tree.map(lambda x, n=n: placed(x, dims[n]), w) for n, w in weights.items()}
+    x = placed(jax.ShapeDtypeStruct((4, 2, D), jnp.bfloat16), "B T _")
+    run = jax.jit(lambda x, w: moe(x, **w, top_k=2, mesh=mesh, stored_weights=True)[0])
+    with target_of("v5e:2x2", None, None, None).lowering():
+        lowered = run.lower(x, weights)
+    assert lowered.as_text().count("quantized_grouped_matmul_fwd_kernel") >= 2
+    assert (
+        lowered.compile().memory_analysis().temp_size_in_bytes < E // 2 * D * F // 2
+    )  # words of gate and up of a device

@@ -7,6 +7,8 @@ XLA = "grouped_matmul/xla:_unpacked.matrix"
 MATRIX = "dequantized($w[$e], $scales[$e], None if $biases is None else $biases[$e], **$$how)"
 KERNEL = "packed_matmul_kernel"
 TRITON = f"{TESTS} -k where_they_lie"
+PALLAS = f"{TESTS} -k on_tpus"
+LAUNCH = "grouped_matmul/pallas_packed:_launch"
 COMPOSED = "tests/test_ops.py -k 'quantized_grouped and composed'"
 
 FAULTS = (
@@ -58,8 +60,8 @@ FAULTS = (
     Fault(
         "packed groups: GPUs loop over groups",
         "grouped_matmul/packed:packed_op",
-        "('triton_packed', 'composed', 'xla')",
-        "('xla', 'triton_packed', 'composed')",
+        "('triton_packed', 'composed', 'pallas_packed', 'xla')",
+        "('xla', 'triton_packed', 'composed', 'pallas_packed')",
         f"{TESTS} -k gpus_take",
     ),
     Fault(
@@ -124,5 +126,61 @@ FAULTS = (
         "$sizes.shape != $w.shape[:1]",
         "$sizes.ndim != 1",
         TESTS,
+    ),
+    Fault(
+        "packed groups on TPUs: a block loses the rows that an earlier group wrote to it",
+        "grouped_matmul/pallas_packed:_store",
+        "jnp.where($keep, $out[...].astype(jnp.float32), 0.0)",
+        "jnp.where($keep, 0.0, 0.0)",
+        PALLAS,
+    ),
+    Fault(
+        "packed groups on TPUs: a group writes the last row of the group before",
+        "grouped_matmul/pallas_tpu:owned",
+        "$rows >= $begin[$v]",
+        "$rows >= $begin[$v] - 1",
+        PALLAS,
+    ),
+    Fault(
+        "packed groups on TPUs: every step reads the words of the first",
+        LAUNCH,
+        "(jnp.maximum($expert[$v], 0), *($at if $turned else $at[::-1]))",
+        "(jnp.maximum($expert[$v], 0), *($at if $turned else (0, $at[0])))",
+        PALLAS,
+    ),
+    Fault(
+        "packed groups on TPUs: the sum of a visit goes on from the visit before",
+        "quantized_grouped_matmul_fwd_kernel",
+        "$active & ($step == 0)",
+        "$active & ($step < 0)",
+        PALLAS,
+    ),
+    Fault(
+        "packed groups on TPUs: columns past the last are in the gradient of x",
+        "quantized_grouped_matmul_bwd_kernel",
+        "$F % $width == 0",
+        "True",
+        PALLAS,
+    ),
+    Fault(
+        "packed groups on TPUs: codes of a word are multiplied by the entries of x of the code before",
+        "matmul/pallas_codes:product",
+        "[$x[$i] for $i in range(len($pieces))]",
+        "[$x[$i - 1] for $i in range(len($pieces))]",
+        PALLAS,
+    ),
+    Fault(
+        "packed groups on TPUs: XLA makes the words anew before the kernel",
+        "matmul/pallas_codes:packed_arrays",
+        "[$w, $scales, $$rest]",
+        "[lax.bitcast_convert_type($w, jnp.int32), $scales, $$rest]",
+        f"{TESTS} -k as_they_are_stored",
+    ),
+    Fault(
+        "packed groups on TPUs: blocks have as many rows as fit",
+        "grouped_matmul/pallas_packed:_blocks",
+        "min(MOST_M, $rows)",
+        "MOST_M",
+        f"{TESTS} -k by_the_rows",
     ),
 )

@@ -154,7 +154,7 @@ $weights = unpacked($ring, $stage, $$rest)
     ),
     Fault(
         "quantized matmul on TPUs: the end of a code in the next word is not read",
-        "quantized_matmul/pallas_tpu:_weights",
+        "matmul/pallas_codes:unpacked_weights",
         "$shift + $bits > 32",
         "False",
         PALLAS,
@@ -168,16 +168,23 @@ $weights = unpacked($ring, $stage, $$rest)
     ),
     Fault(
         "quantized matmul on TPUs: all codes have the scale of a period's first",
-        "quantized_matmul/pallas_tpu:_spread",
+        "matmul/pallas_codes:_spread",
         "lax.broadcasted_iota(jnp.int32, ($rows, $F), 0) * $period + $first",
         "lax.broadcasted_iota(jnp.int32, ($rows, $F), 0) * $period",
         PALLAS,
     ),
     Fault(
-        "quantized matmul on TPUs: e4m3 has a subnormal that is twice as large",
-        "quantized_matmul/pallas_tpu:_values",
-        "2.0**-9",
-        "2.0**-8",
+        "quantized matmul on TPUs: the subnormal numbers of e4m3 and e2m1 are twice as large",
+        "matmul/pallas_codes:_values",
+        "2.0 ** (1 - $bias - $mantissa_bits)",
+        "2.0 ** (2 - $bias - $mantissa_bits)",
+        PALLAS,
+    ),
+    Fault(
+        "quantized matmul on TPUs: codes of nf4 are chosen by their highest bit first",
+        "matmul/pallas_codes:_values",
+        "$codes & 1 << $bit != 0",
+        "$codes & 8 >> $bit != 0",
         PALLAS,
     ),
 )

@@ -86,9 +86,10 @@ def test_what_gpus_take(experts, rows, together):
     call = packed_op.bind(*shapes(experts, 2048, 1536, rows), mode="affine", bits=4, group_size=64)
     choices = {c.platform: c for c in packed_op.plan(call, None, None, differentiated=True).choices}
     assert {platform: c.backend.name for platform, c in choices.items()} == {
-        "cpu": "xla", "cuda": "triton_packed", "rocm": "xla", "tpu": "xla",
+        "cpu": "xla", "cuda": "triton_packed", "rocm": "xla", "tpu": "pallas_packed",
     }  # fmt: skip
     assert choices["cuda"].cfg.dense is together
+    assert choices["tpu"].cfg.dense is False  # TPUs unpack together for many more rows
     why = packed_op.backends["composed"].refuses(packed_op, call, True)
     assert why is None if experts == 128 else "its matrices take 6.0 GiB unpacked" in why
 
@@ -99,25 +100,79 @@ def test_what_gpus_take(experts, rows, together):
 SLOW = pytest.mark.slow
 
 
+def several_tiles(mode, bits, dtype, D, F=40):
+    """Returns (the arguments of a call with groups of several tiles, of none and rows of no group, its mode and bits, the
+    weights, the group of each row) with columns that end in the middle of a tile."""
+    rng, sizes = np.random.default_rng(1), np.array([20, 0, 33, 1])
+    words, scales, biases = quantize(jnp.asarray(rng.standard_normal((4, D, F)), dtype), mode, bits=bits)
+    x = rng.standard_normal((59, D))
+    x[-5:] = np.nan
+    each = [(words[e], scales[e], None if biases is None else biases[e]) for e in range(4)]
+    weights = np.stack([numpy_weights(*of, mode, bits) for of in each])
+    group = np.repeat([0, 1, 2, 3, -1], [*sizes, 5])
+    how = {"mode": mode, "bits": bits}
+    return (jnp.asarray(x, dtype), words, scales, biases, jnp.asarray(sizes)), how, weights, group
+
+
+def by_rows(x, weights, group):
+    """Row by row, in float64; zeros for a row of no group, whatever is in it."""
+    x = np.asarray(x, np.float64)
+    return np.stack([x[m] @ weights[g] if g >= 0 else np.zeros(weights.shape[2]) for m, g in enumerate(group)])
+
+
 @pytest.mark.parametrize(("mode", "bits", "dtype"), [
     ("affine", 4, "bfloat16"), ("mxfp8", 8, "bfloat16"), pytest.param("affine", 8, "float16", marks=SLOW),
     pytest.param("nf4", 4, "bfloat16", marks=SLOW), pytest.param("mxfp4", 4, "float16", marks=SLOW),
 ])  # fmt: skip
 def test_words_are_unpacked_where_they_lie(mode, bits, dtype):
-    """With groups of several tiles, of none, rows of no group, and columns that end in the middle of a tile."""
-    rng, sizes = np.random.default_rng(1), np.array([20, 0, 33, 1])
-    words, scales, biases = quantize(jnp.asarray(rng.standard_normal((4, 192, 40)), dtype), mode, bits=bits)
-    x = jnp.asarray(rng.standard_normal((59, 192)), dtype)
-    each = [(words[e], scales[e], None if biases is None else biases[e]) for e in range(4)]
-    weights = np.stack([numpy_weights(*of, mode, bits) for of in each])
-    group = np.repeat([0, 1, 2, 3, -1], [*sizes, 5])
-    want = np.stack([np.asarray(x[m], np.float64) @ weights[g] * (g >= 0) for m, g in enumerate(group)])
+    arguments, how, weights, group = several_tiles(mode, bits, dtype, 192)
     cfg = QuantizedGroupedMatmulConfig(block_m=16, block_f=32, num_warps=2, dense=False)
     with interpret():
-        got = quantized_grouped_matmul(
-            x, words, scales, biases, jnp.asarray(sizes), mode=mode, bits=bits, platform="triton", cfg=cfg
-        )
-    assert error(got, want) < 2 * float(jnp.finfo(dtype).eps)
+        got = quantized_grouped_matmul(*arguments, **how, platform="triton", cfg=cfg)
+    assert error(got, by_rows(arguments[0], weights, group)) < 2 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("mode", "bits", "dtype"), [
+    ("affine", 4, "bfloat16"), ("mxfp4", 4, "float32"), pytest.param("nf4", 4, "bfloat16", marks=SLOW),
+    pytest.param("mxfp8", 8, "bfloat16", marks=SLOW), pytest.param("affine", 3, "float32", marks=SLOW),
+])  # fmt: skip
+def test_words_are_unpacked_on_tpus(mode, bits, dtype):
+    """Both ways, with blocks of rows that several groups share."""
+    D = 1024 * (1 if bits in (4, 8) else 4)  # two steps and, of 3 bits, one: places of a word fill whole tiles
+    D *= 2 if mode == "affine" and bits == 4 else 1
+    arguments, how, weights, group = several_tiles(mode, bits, dtype, D, 136)
+    d = jnp.asarray(np.random.default_rng(2).standard_normal((59, 136)), dtype).at[-5:].set(jnp.nan)
+    cfg = QuantizedGroupedMatmulConfig(block_m=32, block_f=128, block_d=D if bits == 3 else 1024, dense=False)
+
+    def both(x):
+        out, pull = jax.vjp(lambda x: quantized_grouped_matmul(x, *arguments[1:], **how, platform="pallas", cfg=cfg), x)
+        return out, pull(d)[0]
+
+    with interpret():
+        out, dx = jax.jit(both)(arguments[0])
+    limit = max(1e-6, 2 * float(jnp.finfo(dtype).eps))
+    assert error(out, by_rows(arguments[0], weights, group)) < limit
+    assert error(dx, by_rows(d, weights.transpose(0, 2, 1), group)) < limit
+
+
+def test_tpus_take_blocks_by_the_rows_of_a_group():
+    """Blocks of few rows where groups are short, of 256 where they are not; together where they are long."""
+
+    def cfg(rows):
+        call = packed_op.bind(*shapes(128, 2048, 1536, rows), mode="affine", bits=4, group_size=64)
+        return packed_op.backends["pallas_packed"].heuristic(call, "tpu")
+
+    assert [cfg(rows).block_m for rows in (128, 512, 8192, 65536)] == [16, 32, 128, 256]
+    assert [cfg(rows).dense for rows in (131072, 131073)] == [False, True]
+
+
+@pytest.mark.slow  # compiled for a TPU; the numbers are quick
+def test_tpus_read_the_words_as_they_are_stored():
+    """XLA copied the words of all matrices, 201 MB here, where it made integers of another kind of them."""
+    given = shapes(128, 2048, 1536, 512)
+    how = {"mode": "affine", "bits": 4, "group_size": 64, "platform": "pallas"}
+    program = ahead_of_time.compile_tpu(lambda *a: quantized_grouped_matmul(*a[:3], a[3], a[4], **how), *given)
+    assert program.memory_analysis().temp_size_in_bytes < 2**20
 
 
 @pytest.mark.slow  # compiled; the numbers are quick

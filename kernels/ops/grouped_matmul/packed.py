@@ -119,7 +119,7 @@ packed_op = Op(
     quantized_grouped_matmul,
     no_gradient=("scales", "biases"),
     config=QuantizedGroupedMatmulConfig,
-    priority=("triton_packed", "composed", "xla"),
+    priority=("triton_packed", "composed", "pallas_packed", "xla"),
     local_dims={"F"},
     see_also={"M": "moe", "D": "moe", "E": "moe"},
     weights=("w", "scales", "biases"),

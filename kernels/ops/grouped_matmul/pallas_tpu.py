@@ -24,7 +24,7 @@ from kernels.toolchains.pallas import pallas_launch
 LANES = 128
 
 
-class _Visits(NamedTuple):
+class Visits(NamedTuple):
     """For each visit: the matrix (-1: zero rows), the block of rows, the first row of its group and one past its last;
     and the number of visits."""
 
@@ -35,7 +35,7 @@ class _Visits(NamedTuple):
     count: jax.Array
 
 
-def _visits(group_sizes: Any, group_offset: Any, rows: int, experts: int, block_m: int, every_matrix: bool) -> _Visits:
+def visits_of(group_sizes: Any, group_offset: Any, rows: int, experts: int, block_m: int, every_matrix: bool) -> Visits:
     """Returns the visits of every row or, with `every_matrix`, of the rows of groups, with one for each empty group."""
     begin, end = bounds(group_sizes, group_offset, experts, rows)
     expert = jnp.arange(experts, dtype=jnp.int32)
@@ -50,7 +50,7 @@ def _visits(group_sizes: Any, group_offset: Any, rows: int, experts: int, block_
     visit = jnp.minimum(jnp.arange(most, dtype=jnp.int32), after[-1] - 1)
     of = jnp.searchsorted(after, visit, side="right").astype(jnp.int32)
     block = first[of] + visit - (after - blocks)[of]
-    return _Visits(expert[of], block.astype(jnp.int32), begin[of], end[of], after[-1:].astype(jnp.int32))
+    return Visits(expert[of], block.astype(jnp.int32), begin[of], end[of], after[-1:].astype(jnp.int32))
 
 
 def _dot(a, b, contracting):
@@ -63,6 +63,20 @@ def _masked(x, axis: int, first, begin, end):
     """Returns x with zeros where its index along an axis, counted from `first`, is not in [begin, end)."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis) + first
     return jnp.where((index >= begin) & (index < end), x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+
+def owned(visits, v, shape):
+    """Returns (which rows of a block are of visit v, which keep what earlier visits wrote to the block), as masks of its shape.
+
+    Args:
+      visits: the first four arrays of `Visits`. shape: of the block, rows first.
+    """
+    expert, block, begin, end = visits
+    rows = lax.broadcasted_iota(jnp.int32, shape, 0) + block[v] * shape[0]
+    mine = (rows >= begin[v]) & (rows < jnp.where(expert[v] < 0, 0, end[v]))
+    # The first visit of a block has nothing to keep.
+    fresh = (v == 0) | (block[v] != block[jnp.maximum(v, 1) - 1])
+    return mine, rows >= jnp.where(fresh, jnp.iinfo(jnp.int32).max, 0)
 
 
 def grouped_matmul_kernel(
@@ -79,7 +93,7 @@ def grouped_matmul_kernel(
     out_refs, sums = refs[: parts if adjoint else 1], refs[-parts:]
     v, step = pl.program_id(1), pl.program_id(2)
     active = v < count[0]
-    (block_m, block_k), last = a_ref.shape, pl.num_programs(2) - 1
+    block_k, last = a_ref.shape[1], pl.num_programs(2) - 1
 
     @pl.when(active & (step == 0))
     def _():
@@ -115,12 +129,7 @@ def grouped_matmul_kernel(
             results = pull(d_ref[...].astype(jnp.float32))
         else:
             results = [result(*z)]
-        rows = lax.broadcasted_iota(jnp.int32, results[0].shape, 0) + block[v] * block_m
-        end_of_mine = jnp.where(expert[v] < 0, 0, end[v])
-        mine = (rows >= begin[v]) & (rows < end_of_mine)
-        # Keep what earlier visits wrote to this block; the first visit has nothing to keep.
-        fresh = (v == 0) | (block[v] != block[jnp.maximum(v, 1) - 1])
-        keep = rows >= jnp.where(fresh, jnp.iinfo(jnp.int32).max, 0)
+        mine, keep = owned((expert, block, begin, end), v, results[0].shape)
         for out_ref, y in zip(out_refs, results):
             before = jnp.where(keep, out_ref[...].astype(jnp.float32), 0.0)
             out_ref[...] = jnp.where(mine, y, before).astype(out_ref.dtype)
@@ -158,7 +167,7 @@ def _halves(b: jax.Array, transposed: bool, block_n: int) -> tuple[list[jax.Arra
     return jnp.split(b, 2, axis=axis), [0, 0]
 
 
-def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, activation=None, d_out=None, scale=None):
+def _product(a, b, transposed, gated, tile: Any, visits: Visits, bias=None, activation=None, d_out=None, scale=None):
     """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
 
     `scale` is for 8-bit b: (per "columns" or per "rows", the scales [E, 1, width] or [E, 1, K])."""
@@ -237,7 +246,7 @@ def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, act
     return out[0] if results == 1 else jnp.concatenate(out, axis=1)
 
 
-def _contraction(a, b, experts: int, dtype: Any, tile: Any, visits: _Visits):
+def _contraction(a, b, experts: int, dtype: Any, tile: Any, visits: Visits):
     """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
     (M, P), Q = a.shape, b.shape[1]
     bm, bp, bq = min(tile.block_k, M), min(tile.block_m, P), min(tile.block_n, Q)
@@ -270,7 +279,7 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, visits: _Visits):
 def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
     b, transposed, gated = weights
     M = lhs.shape[0]
-    visits = _visits(group_sizes, group_offset, M, b.shape[0], min(M, cfg.forward.block_m), False)
+    visits = visits_of(group_sizes, group_offset, M, b.shape[0], min(M, cfg.forward.block_m), False)
     return _product(
         lhs, b, transposed, gated, cfg.forward, visits, rhs_bias, activation, scale=scales("columns", scale)
     )
@@ -281,8 +290,8 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     b, transposed, gated = weights
     M, experts, d = lhs.shape[0], b.shape[0], saved.d_out.astype(lhs.dtype)
 
-    def visits(block_m: int, every_matrix: bool) -> _Visits:
-        return _visits(group_sizes, group_offset, M, experts, min(M, block_m), every_matrix)
+    def visits(block_m: int, every_matrix: bool) -> Visits:
+        return visits_of(group_sizes, group_offset, M, experts, min(M, block_m), every_matrix)
 
     if activation is not None:
         of, columns = visits(cfg.forward.block_m, False), scales("columns", scale)
