@@ -60,7 +60,7 @@ FAULTS = (
         "gluon_latent:warp_specialized_latent_kernel",
         "ring_of($S, 1, $d, $O.BLOCK_K, $O.BLOCK_H, 2)",
         "ring_of($S, 1, $d, $O.BLOCK_K, $O.BLOCK_H, 1)",
-        f"{LATENT_HOPPER} -k numbers",
+        f"{LATENT_HOPPER} -k whole_requests",
     ),
     Fault(
         "latent Hopper: lse stays in units of log 2",
@@ -84,11 +84,12 @@ FAULTS = (
         f"{LATENT_HOPPER} -k cache",
     ),
     Fault(
-        "latent Hopper: pieces of no tile have rows",
+        # Rows alone change no result: such a piece is of no tile, not of a whole one, and what it writes is not merged.
+        "latent Hopper: pieces of no tile are whole tiles",
         "triton_paged_latent:list_kernel",
-        "tl.where($there, $rows, 0)",
-        "$rows",
-        f"{LATENT_HOPPER} -k numbers",
+        "tl.store($item + 2, tl.where($there, $rows, 0))\n$$between\ntl.store($item + 7, $split)",
+        "tl.store($item + 2, $rows)\n$$between\ntl.store($item + 7, tl.maximum($split, 1))",
+        f"{LATENT_HOPPER} -k whole_requests",
     ),
     Fault(
         "latent Hopper, few rows: slots without an entry are multiplied",

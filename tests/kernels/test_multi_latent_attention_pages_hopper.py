@@ -63,9 +63,19 @@ QUICK = ("mixed", "few_mixed")
     "call", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CALLS | FEW_CALLS]
 )
 def test_numbers(call, monkeypatch):
-    *sizes, options = (CALLS | FEW_CALLS)[call]
+    check(*(CALLS | FEW_CALLS)[call], least=64, monkeypatch=monkeypatch)
+
+
+def test_whole_requests_use_stages_again(monkeypatch):
+    """Pieces of ten blocks in four stages; requests of no token leave pieces of no tile, which write nothing."""
+    check((1, 0, 1, 0), (300, 9, 40, 3), 64, 128, 64, 64, 1, {}, least=2**20, monkeypatch=monkeypatch)
+
+
+def check(*call, least, monkeypatch):
+    """The numbers of a call are those of XLA, where pieces of a request have at least so many entries."""
+    *sizes, options = call
     a = batch(*sizes)
-    monkeypatch.setattr(calls, "LEAST_KEYS", 64)
+    monkeypatch.setattr(calls, "LEAST_KEYS", least)
     monkeypatch.setattr(latents, "TURNED_PROGRAMS", 6)
     run = functools.partial(paged_op, softmax_scale=0.1, **options)
     with interpreted(monkeypatch, paged_op, latents):
