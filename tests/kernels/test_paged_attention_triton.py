@@ -439,5 +439,6 @@ def test_the_tile_of_a_merge(monkeypatch):
     one = Paged(**paged)
     assert calls.merge_tile(one) == (1, 128, 32)
     assert calls.merge_tile(replace(one, LONGEST=64)) == (1, 64, 64)
-    assert calls.merge_tile(replace(one, M=64, R=64, LONGEST=128)) == (1, 32, 128)
+    assert calls.merge_tile(replace(one, M=64, R=64, LONGEST=128)) == (1, 8, 512)
+    assert calls.merge_tile(replace(one, M=64, R=64, LONGEST=128, HV=128, BLOCK_V=128)) == (1, 32, 128)
     assert calls.merge_tile(replace(one, BLOCK_M=128)) == (8, 4, 128)

@@ -278,7 +278,10 @@ def merge_tile(o: Paged) -> tuple[int, int, int]:
     rows = ROWS.get(o.BLOCK_M, 1)
     blocks = triton.cdiv(o.LONGEST * o.C, o.BLOCK_K)
     likely = min(triton.cdiv(o.PIECES, most_tiles(o)), triton.cdiv(blocks, o.LEAST_BLOCKS))
-    pieces = max(PIECES, min(MOST_PIECES if rows == 1 else PIECES, power_of_two(likely)))
+    # Of few pieces as many at once as leave all columns to one program: each finds its tile anew, which takes longer than them.
+    pieces = max(
+        MERGED // max(MERGED // PIECES, o.BLOCK_V), min(MOST_PIECES if rows == 1 else PIECES, power_of_two(likely))
+    )
     columns = min(o.BLOCK_V, MERGED // pieces)
     return rows, max(1, min(pieces // rows, power_of_two(o.PIECES))), columns
 
