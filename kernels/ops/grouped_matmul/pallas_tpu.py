@@ -1,14 +1,10 @@
-"""Grouped matmul on TPUs: blocks of rows are visited once for each group that has rows in them, in the order of the
-rows.
-
-The group and the block of rows of each visit are prefetched as scalars, as in megablox, so that blocks of rows and
-matrices are loaded ahead. There are at most as many visits as blocks plus groups; unused ones fetch and do nothing.
-"""
+"""Grouped matmul on TPUs: blocks of rows are visited once for each group that has rows in them, in the order of the rows
+(`pallas_visits`)."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.engines.matmul.pallas_visits import Visits, put_rows, visits_of
 from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, activated
 from kernels.ops.grouped_matmul.groups import bounds, register, scales
@@ -24,33 +21,9 @@ from kernels.toolchains.pallas import pallas_launch
 LANES = 128
 
 
-class _Visits(NamedTuple):
-    """For each visit: the matrix (-1: zero rows), the block of rows, the first row of its group and one past its last;
-    and the number of visits."""
-
-    expert: jax.Array
-    block: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    count: jax.Array
-
-
-def _visits(group_sizes: Any, group_offset: Any, rows: int, experts: int, block_m: int, every_matrix: bool) -> _Visits:
-    """Returns the visits of every row or, with `every_matrix`, of the rows of groups, with one for each empty group."""
+def _visits(group_sizes: Any, group_offset: Any, rows: int, experts: int, block_m: int, every_matrix: bool) -> Visits:
     begin, end = bounds(group_sizes, group_offset, experts, rows)
-    expert = jnp.arange(experts, dtype=jnp.int32)
-    if not every_matrix:
-        edge = jnp.int32([0]), begin[:1], end[-1:], jnp.int32([rows])
-        begin, end = jnp.concatenate([edge[0], begin, edge[2]]), jnp.concatenate([edge[1], end, edge[3]])
-        expert = jnp.pad(expert, 1, constant_values=-1)
-    first = jnp.minimum(begin, rows - 1) // block_m
-    blocks = jnp.where(begin < end, (end - 1) // block_m - first + 1, int(every_matrix))
-    after = jnp.cumsum(blocks)
-    most = pl.cdiv(rows, block_m) + expert.shape[0]
-    visit = jnp.minimum(jnp.arange(most, dtype=jnp.int32), after[-1] - 1)
-    of = jnp.searchsorted(after, visit, side="right").astype(jnp.int32)
-    block = first[of] + visit - (after - blocks)[of]
-    return _Visits(expert[of], block.astype(jnp.int32), begin[of], end[of], after[-1:].astype(jnp.int32))
+    return visits_of(begin, end, rows, block_m, every_matrix)
 
 
 def _dot(a, b, contracting):
@@ -79,7 +52,7 @@ def grouped_matmul_kernel(
     out_refs, sums = refs[: parts if adjoint else 1], refs[-parts:]
     v, step = pl.program_id(1), pl.program_id(2)
     active = v < count[0]
-    (block_m, block_k), last = a_ref.shape, pl.num_programs(2) - 1
+    block_k, last = a_ref.shape[1], pl.num_programs(2) - 1
 
     @pl.when(active & (step == 0))
     def _():
@@ -115,15 +88,7 @@ def grouped_matmul_kernel(
             results = pull(d_ref[...].astype(jnp.float32))
         else:
             results = [result(*z)]
-        rows = lax.broadcasted_iota(jnp.int32, results[0].shape, 0) + block[v] * block_m
-        end_of_mine = jnp.where(expert[v] < 0, 0, end[v])
-        mine = (rows >= begin[v]) & (rows < end_of_mine)
-        # Keep what earlier visits wrote to this block; the first visit has nothing to keep.
-        fresh = (v == 0) | (block[v] != block[jnp.maximum(v, 1) - 1])
-        keep = rows >= jnp.where(fresh, jnp.iinfo(jnp.int32).max, 0)
-        for out_ref, y in zip(out_refs, results):
-            before = jnp.where(keep, out_ref[...].astype(jnp.float32), 0.0)
-            out_ref[...] = jnp.where(mine, y, before).astype(out_ref.dtype)
+        put_rows(Visits(expert, block, begin, end, count), v, out_refs, results)
 
 
 def ragged_contraction_kernel(expert, block, begin, end, count, a_ref, b_ref, out_ref, total):
@@ -158,7 +123,7 @@ def _halves(b: jax.Array, transposed: bool, block_n: int) -> tuple[list[jax.Arra
     return jnp.split(b, 2, axis=axis), [0, 0]
 
 
-def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, activation=None, d_out=None, scale=None):
+def _product(a, b, transposed, gated, tile: Any, visits: Visits, bias=None, activation=None, d_out=None, scale=None):
     """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
 
     `scale` is for 8-bit b: (per "columns" or per "rows", the scales [E, 1, width] or [E, 1, K])."""
@@ -237,7 +202,7 @@ def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, act
     return out[0] if results == 1 else jnp.concatenate(out, axis=1)
 
 
-def _contraction(a, b, experts: int, dtype: Any, tile: Any, visits: _Visits):
+def _contraction(a, b, experts: int, dtype: Any, tile: Any, visits: Visits):
     """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
     (M, P), Q = a.shape, b.shape[1]
     bm, bp, bq = min(tile.block_k, M), min(tile.block_m, P), min(tile.block_n, Q)
@@ -281,7 +246,7 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     b, transposed, gated = weights
     M, experts, d = lhs.shape[0], b.shape[0], saved.d_out.astype(lhs.dtype)
 
-    def visits(block_m: int, every_matrix: bool) -> _Visits:
+    def visits(block_m: int, every_matrix: bool) -> Visits:
         return _visits(group_sizes, group_offset, M, experts, min(M, block_m), every_matrix)
 
     if activation is not None:
