@@ -157,9 +157,14 @@ def _vmem(call, cfg: ScaledMatmulConfig, depth: int) -> int:
     return 2 * (bm + bn) * depth + 2 * 4 * scales + bm * bn * (4 + 4 + 2 * 4)
 
 
+def depth_of(call) -> int:
+    """Returns how many entries of D a program of a call has at a time, 0 where it can have none."""
+    return _depth(call.dims["D"], step_of(call.dims["D"], call.a_scale, call.b_scale))
+
+
 def _choices(call) -> list[ScaledMatmulConfig]:
     """Returns the tiles that fit, largest first."""
-    depth = _depth(call.dims["D"], step_of(call.dims["D"], call.a_scale, call.b_scale))
+    depth = depth_of(call)
     sides = [(512, 512), (256, 512), (512, 256), (256, 256), (128, 256), (128, 128)]
     tiles = [ScaledMatmulConfig(block_m=rows, block_n=columns) for rows, columns in sides]
     return [cfg for cfg in tiles if depth and _vmem(call, cfg, depth) <= VMEM_BUDGET]
