@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of recurrences, attention over pages and 8-bit products: bundles of schedules, bytes of main memory.
+"""What the TPU compiler makes of recurrences, attention over pages and 8-bit products: bundles of schedules, and bytes moved.
 
     python -m benchmarks.comparisons.tpu_schedules [OPERATION:CASE ...] [tpus=v5p,v6e] [chunk=TOKENS]
 

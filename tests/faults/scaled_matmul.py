@@ -326,7 +326,7 @@ FAULTS = (
         "grouped products, Pallas: a visit forgets the rows of the group before",
         "matmul/pallas_visits:put_rows",
         "jnp.where($keep, $out_ref[...].astype(jnp.float32), 0.0)",
-        "jnp.zeros_like($y)",
+        "jnp.where($keep, jnp.zeros($out_ref.shape), 0.0)",
         f"{PALLAS} -k rows_of_a_group",
     ),
     Fault(

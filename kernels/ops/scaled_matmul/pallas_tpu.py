@@ -83,7 +83,7 @@ def _depth(D: int, step: int) -> int:
     return sizes[-1] if sizes else unit if steps > 1 else D if D <= MOST_WHOLE else 0
 
 
-def _product(a, b, a_scale, b_scale, visits: Visits, dtype: str, cfg: ScaledMatmulConfig):
+def _product(a, b, a_scale, b_scale, visits, dtype, cfg):
     """Returns rows of a [M, D] times their matrices b [E, F, D], transposed, with scales [M, blocks] and [E, rows, blocks]."""
     (M, D), F = a.shape, b.shape[1]
     step = step_of(D, a_scale, b_scale)
@@ -150,7 +150,7 @@ def grouped(a, b, a_scale, b_scale, group_sizes, dtype, cfg):
 # -- what they take ----------------------------------------------------------------------------------------------------
 
 
-def _vmem(call, cfg: ScaledMatmulConfig, depth: int) -> int:
+def _vmem(call, cfg, depth):
     """Returns the bytes of a program's blocks, twice where they are loaded ahead, and of its sums."""
     bm, bn = min(cfg.block_m, call.dims["M"]), min(cfg.block_n, call.dims["F"])
     scales = bm * -(-call.a_scale.shape[-1] // LANES) * LANES + bn * max(8, call.b_scale.shape[-1])
