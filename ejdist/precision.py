@@ -118,10 +118,10 @@ def check_device(precision: str, device: Any) -> None:
         return
     others = [name for name, p in PRECISIONS.items() if p.on_gpus]
     what = f"use {BF16} or {', '.join(others)}" if capability == "9.0" else f"use model.precision={BF16}"
-    raise ValueError(
-        f"model.precision = {precision}: {device.device_kind} has no kernel for its products, which would be slower than in "
-        f"bfloat16; {what}"
-    )
+    lacks = "has no kernel for its products, which would be slower than in bfloat16"
+    if device.platform == "tpu":
+        lacks = "takes longer for its products and their operands than for products in bfloat16"
+    raise ValueError(f"model.precision = {precision}: {device.device_kind} {lacks}; {what}")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["eps"])

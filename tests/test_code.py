@@ -131,7 +131,10 @@ FORWARD_ALONE = {
 }
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
 # Cases with that tag which a backend has no kernels for: its own are in others.
-NOT_THEIRS = {("recurrent", "triton_gpu", "gru_documents")}
+NOT_THEIRS = {
+    ("recurrent", "triton_gpu", "gru_documents"),
+    *(("scaled_matmul", "pallas_tpu", case) for case in ("row", "row_8192", "row_8192_fast")),
+}
 # Rows of cases that a kernel has not in one dtype: a latent of 512 numbers in float32 does not fit into registers.
 NOT_IN = {("multi_latent_ragged_page_attention", "triton_gpu", "deepseek_v3_decode", "float32")}
 # GPUs without conversions to 8-bit floats: there these backends are XLA's form of the contract, as the README says.

@@ -206,6 +206,8 @@ def test_what_a_layer_refuses_of_one_plan_is_tried_with_the_next(error):
 def test_a_precision_that_the_chip_has_not_is_refused_without_a_compiler(device, count):
     sections = compose("recipe=long_context model=1b model.precision=fp8_block".split())
     target = target_of(None, count, device, None)
-    with pytest.raises(ValueError, match=r"^model\.precision = fp8_block: .* has no kernel for its products"):
+    with pytest.raises(
+        ValueError, match=r"^model\.precision = fp8_block: .* (has no kernel for|takes longer for) its products"
+    ):
         search(sections, target, FIXED, None)
     Predictor(sections, target_of(None, 8, "h100", None))

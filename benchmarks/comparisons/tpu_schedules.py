@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of recurrences and of attention over pages: bundles of their schedules, and bytes of main memory.
+"""What the TPU compiler makes of recurrences, attention over pages and 8-bit products: bundles of schedules, and bytes moved.
 
     python -m benchmarks.comparisons.tpu_schedules [OPERATION:CASE ...] [tpus=v5p,v6e] [chunk=TOKENS]
 
@@ -10,6 +10,7 @@ forward keeps, and its forward is not run; "keeping" is the forward of a differe
   both branches of a condition count. Of attention over pages they are those for a page, all inside the loops over blocks of
   keys, for one query of 32 heads or for 64. "JAX" is JAX's own kernel (`ragged_paged_attention`), with as many keys a block and
   queries a tile.
+  Of products in 8 bits they are those for 128 x 128 x 128 entries.
 - Bytes are those that every instruction of the program reads from main memory and writes to it. Of an operand that is only
   sliced or gathered from, they are what is taken. Beside them stands how many times what the operation declares (`Op.work`)
   that is, with what is kept for the backward where that is written or read.
@@ -42,7 +43,11 @@ CASES = (
     "page_attention:decode_8k",
     "page_attention:decode_8k_int8",
     "page_attention:prefill_2k_of_8k",
+    "scaled_matmul:block_8192",
+    "scaled_grouped_matmul:qwen3_down",
+    "scaled_grouped_matmul:mixtral_up_rows",
 )
+SCALED = ("scaled_matmul", "scaled_grouped_matmul")
 JAXS = "JAX"  # the direction of JAX's own kernel
 COMPILE = "compile"  # how a process of one program is called
 BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s+(?:\w\w)?\s*:\s*(>*)\s*\{")
@@ -128,11 +133,15 @@ def bundles(schedule: str) -> Counter[int]:
 def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float]:
     """Returns (how often the loop in a step of the grid runs, its heads of 128 tokens or of one, or its tiles of channels)."""
     from kernels.engines.scan import pallas_decode, pallas_delta_calls, pallas_dplr_calls, pallas_linear_calls
+    from kernels.ops.scaled_matmul import pallas_tpu as scaled_tiles
     from kernels.ops.state_space import pallas_conv, pallas_conv_calls
 
     d = call.dims
     if call.op_name == "page_attention":
         return 1, pages_of_block(call)
+    if call.op_name in SCALED:
+        cfg = scaled_tiles.heuristic(call, "tpu")
+        return 1, cfg.block_m * cfg.block_n * scaled_tiles.depth_of(call) / 128**3
     if call.op_name == "causal_conv1d":
         span = chunk or pallas_conv_calls.SPANS[0]
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
@@ -214,11 +223,12 @@ def compiled(op_name: str, case_name: str, topology: str, direction: str, chunk:
 
     op = kernels.operations()[op_name]
     case = next(case for case in op.cases if case.name == case_name)
-    call = op.bind(**op.case_inputs(case, dtype="bfloat16", shapes_only=True))
+    dtype = "float8_e4m3fn" if op_name in SCALED else "bfloat16"
+    call = op.bind(**op.case_inputs(case, dtype=dtype, shapes_only=True))
     field = "span" if op_name == "causal_conv1d" else "chunk"
     sizes = {field: int(chunk)} | ({"backward_span": int(chunk)} if field == "span" else {}) if chunk else {}
     cfg = op.config(**sizes) if sizes else None
-    function, arguments = ahead_of_time.call_of(op, case, platform="pallas", cfg=cfg, backward=False)
+    function, arguments = ahead_of_time.call_of(op, case, dtype=dtype, platform="pallas", cfg=cfg, backward=False)
     declared = op.work(call)[direction == "backward"].bytes
     program_of, inputs = function, (arguments,)
     if direction == JAXS:
@@ -259,7 +269,7 @@ def directions(case: str) -> tuple[str, ...]:
 
     backend = operations()[case.split(":")[0]].backends["pallas_tpu"]
     if backend.backward is None:
-        return ("forward", JAXS)
+        return ("forward",) if case.split(":")[0] in SCALED else ("forward", JAXS)
     return ("forward", "backward") if backend.keeps is None else ("forward", "keeping", "backward")
 
 

@@ -155,7 +155,7 @@ FAULTS = (
     ),
     Fault(
         "grouped matmul in Pallas: a block of rows is not kept for its next group",
-        "grouped_matmul/pallas_tpu:owned",
+        "matmul/pallas_visits:put_rows",
         "($v == 0) | ($block[$v] != $block[jnp.maximum($v, 1) - 1])",
         "$v >= 0",
         f"{KERNELS} -k 'several and pallas'",

@@ -129,14 +129,14 @@ FAULTS = (
     ),
     Fault(
         "packed groups on TPUs: a block loses the rows that an earlier group wrote to it",
-        "grouped_matmul/pallas_packed:_store",
+        "matmul/pallas_visits:put_rows",
         "jnp.where($keep, $out[...].astype(jnp.float32), 0.0)",
         "jnp.where($keep, 0.0, 0.0)",
         PALLAS,
     ),
     Fault(
         "packed groups on TPUs: a group writes the last row of the group before",
-        "grouped_matmul/pallas_tpu:owned",
+        "matmul/pallas_visits:put_rows",
         "$rows >= $begin[$v]",
         "$rows >= $begin[$v] - 1",
         PALLAS,

@@ -4,6 +4,7 @@ from faults import Fault
 
 SCALED = "tests/kernels/test_scaled_matmul.py"
 HOPPER = "tests/kernels/test_scaled_matmul_hopper.py"
+PALLAS = "tests/kernels/test_scaled_matmul_pallas.py"
 GRID = "tests/test_ops.py -k scaled_matmul"
 
 FAULTS = (
@@ -299,5 +300,40 @@ FAULTS = (
         "$F // 128 + $j",
         "$j",
         f"{SCALED} -k rows_alone",
+    ),
+    Fault(
+        "scaled matmul, Pallas: a part of D has the scales of the first",
+        "scaled_matmul/pallas_tpu:scaled_matmul_kernel",
+        "$k * ($depth // $step) + $i",
+        "$i",
+        f"{PALLAS} -k every_part",
+    ),
+    Fault(
+        "scaled matmul, Pallas: a row has its scale of the first block in all of them",
+        "scaled_matmul/pallas_tpu:_column",
+        "$lane == $index",
+        "$lane == 0",
+        f"{PALLAS} -k every_part",
+    ),
+    Fault(
+        "scaled matmul, Pallas: rows are scaled as those of the matrix before",
+        "scaled_matmul/pallas_tpu:_product",
+        "lambda $n, $v, $k, $expert, *_: (jnp.maximum($expert[$v], 0), 0, $n)",
+        "lambda $n, $v, $k, $expert, *_: (0, 0, $n)",
+        f"{PALLAS} -k rows_of_a_group",
+    ),
+    Fault(
+        "grouped products, Pallas: a visit forgets the rows of the group before",
+        "matmul/pallas_visits:put_rows",
+        "jnp.where($keep, $out_ref[...].astype(jnp.float32), 0.0)",
+        "jnp.where($keep, jnp.zeros($out_ref.shape), 0.0)",
+        f"{PALLAS} -k rows_of_a_group",
+    ),
+    Fault(
+        "grouped products, Pallas: rows past the last group are products too",
+        "matmul/pallas_visits:put_rows",
+        "jnp.where($expert[$v] < 0, 0, $end[$v])",
+        "$end[$v]",
+        f"{PALLAS} -k rows_of_a_group",
     ),
 )

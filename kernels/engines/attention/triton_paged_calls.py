@@ -38,6 +38,8 @@ REQUESTS = 1024
 FILLS = 16
 # Pieces that are merged at once, and if a tile is likely to have as many alone; numbers of them; and rows of tall tiles.
 PIECES, MOST_PIECES, MERGED, ROWS = 32, 128, 4096, {MANY: 8}
+# Programs of a merge from which on each has all columns.
+MANY_MERGES = 16 * MULTIPROCESSORS
 
 
 def bits_of(x: jax.Array) -> jax.Array:
@@ -278,10 +280,10 @@ def merge_tile(o: Paged) -> tuple[int, int, int]:
     rows = ROWS.get(o.BLOCK_M, 1)
     blocks = triton.cdiv(o.LONGEST * o.C, o.BLOCK_K)
     likely = min(triton.cdiv(o.PIECES, most_tiles(o)), triton.cdiv(blocks, o.LEAST_BLOCKS))
-    # Of few pieces as many at once as leave all columns to one program: each finds its tile anew, which takes longer than them.
-    pieces = max(
-        MERGED // max(MERGED // PIECES, o.BLOCK_V), min(MOST_PIECES if rows == 1 else PIECES, power_of_two(likely))
-    )
+    # Each program finds its tile anew, so many programs have all columns, and fewer pieces at once.
+    many = most_tiles(o) * o.K * triton.cdiv(o.ROWS, rows) >= MANY_MERGES
+    least = MERGED // max(MERGED // PIECES, o.BLOCK_V) if many else PIECES
+    pieces = max(least, min(MOST_PIECES if rows == 1 else PIECES, power_of_two(likely)))
     columns = min(o.BLOCK_V, MERGED // pieces)
     return rows, max(1, min(pieces // rows, power_of_two(o.PIECES))), columns
 

@@ -26,10 +26,11 @@ from kernels.engines.matmul.pallas_codes import (
     refusal,
     unpacked_weights,
 )
+from kernels.engines.matmul.pallas_visits import Visits, put_rows
 from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.composed import dense, too_many
 from kernels.ops.grouped_matmul.packed import QuantizedGroupedMatmulConfig, packed_op
-from kernels.ops.grouped_matmul.pallas_tpu import owned, visits_of
+from kernels.ops.grouped_matmul.pallas_tpu import visits_of_groups
 from kernels.toolchains.pallas import pallas_launch
 
 MOST_M = 256
@@ -38,13 +39,6 @@ MOST_M = 256
 MOST_ROWS = 1024
 
 _FORWARD, _BACKWARD = dense("pallas")
-
-
-def _store(out_ref, total, visits, v):
-    """Writes the rows of a visit and keeps those of earlier ones; both references are [rows, columns]."""
-    mine, keep = owned(visits, v, total.shape)
-    before = jnp.where(keep, out_ref[...].astype(jnp.float32), 0.0)
-    out_ref[...] = jnp.where(mine, total[...], before).astype(out_ref.dtype)
 
 
 def quantized_grouped_matmul_fwd_kernel(expert, block, begin, end, count, x_ref, w_ref, s_ref, *refs, affine, how):
@@ -63,7 +57,7 @@ def quantized_grouped_matmul_fwd_kernel(expert, block, begin, end, count, x_ref,
 
     @pl.when(active & (step == pl.num_programs(2) - 1))
     def _():
-        _store(out_ref, total, (expert, block, begin, end), v)
+        put_rows(Visits(expert, block, begin, end, count), v, [out_ref], [total[...]])
 
 
 def quantized_grouped_matmul_bwd_kernel(expert, block, begin, end, count, d_ref, w_ref, s_ref, *refs, affine, how, F):
@@ -87,7 +81,7 @@ def quantized_grouped_matmul_bwd_kernel(expert, block, begin, end, count, d_ref,
     @pl.when(active & (step == pl.num_programs(2) - 1))
     def _():
         for i in range(total.shape[0]):
-            _store(dx_ref.at[i], total.at[i], (expert, block, begin, end), v)
+            put_rows(Visits(expert, block, begin, end, count), v, [dx_ref.at[i]], [total[i]])
 
 
 def _launch(kernel, x, w, scales, biases, group_sizes, out, cfg, sizes, turned: bool, how):
@@ -95,7 +89,7 @@ def _launch(kernel, x, w, scales, biases, group_sizes, out, cfg, sizes, turned: 
     (M, D, F), (period, _), E = sizes, period_of(how["bits"]), w.shape[0]
     m, f, d = min(cfg.block_m, M), min(cfg.block_f, F), min(cfg.block_d, D)
     packed = packed_arrays(w, scales, biases)
-    visits = visits_of(group_sizes, None, M, E, m, False)
+    visits = visits_of_groups(group_sizes, None, M, E, m, False)
     columns, steps = (pl.cdiv(D, d), pl.cdiv(F, f)) if turned else (pl.cdiv(F, f), pl.cdiv(D, d))
 
     def step(v: Any, k: Any, expert: Any, count: Any) -> Any:  # a visit that multiplies nothing fetches nothing new

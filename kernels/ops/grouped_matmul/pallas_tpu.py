@@ -1,14 +1,10 @@
-"""Grouped matmul on TPUs: blocks of rows are visited once for each group that has rows in them, in the order of the
-rows.
-
-The group and the block of rows of each visit are prefetched as scalars, as in megablox, so that blocks of rows and
-matrices are loaded ahead. There are at most as many visits as blocks plus groups; unused ones fetch and do nothing.
-"""
+"""Grouped matmul on TPUs: blocks of rows are visited once for each group that has rows in them, in the order of the rows
+(`pallas_visits`)."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.engines.matmul.pallas_visits import Visits, put_rows, visits_of
 from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, activated
 from kernels.ops.grouped_matmul.groups import bounds, register, scales
@@ -24,33 +21,12 @@ from kernels.toolchains.pallas import pallas_launch
 LANES = 128
 
 
-class Visits(NamedTuple):
-    """For each visit: the matrix (-1: zero rows), the block of rows, the first row of its group and one past its last;
-    and the number of visits."""
-
-    expert: jax.Array
-    block: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    count: jax.Array
-
-
-def visits_of(group_sizes: Any, group_offset: Any, rows: int, experts: int, block_m: int, every_matrix: bool) -> Visits:
-    """Returns the visits of every row or, with `every_matrix`, of the rows of groups, with one for each empty group."""
+def visits_of_groups(
+    group_sizes: Any, group_offset: Any, rows: int, experts: int, block_m: int, every_matrix: bool
+) -> Visits:
+    """Returns `visits_of` groups that lie one after another, from `group_offset` on."""
     begin, end = bounds(group_sizes, group_offset, experts, rows)
-    expert = jnp.arange(experts, dtype=jnp.int32)
-    if not every_matrix:
-        edge = jnp.int32([0]), begin[:1], end[-1:], jnp.int32([rows])
-        begin, end = jnp.concatenate([edge[0], begin, edge[2]]), jnp.concatenate([edge[1], end, edge[3]])
-        expert = jnp.pad(expert, 1, constant_values=-1)
-    first = jnp.minimum(begin, rows - 1) // block_m
-    blocks = jnp.where(begin < end, (end - 1) // block_m - first + 1, int(every_matrix))
-    after = jnp.cumsum(blocks)
-    most = pl.cdiv(rows, block_m) + expert.shape[0]
-    visit = jnp.minimum(jnp.arange(most, dtype=jnp.int32), after[-1] - 1)
-    of = jnp.searchsorted(after, visit, side="right").astype(jnp.int32)
-    block = first[of] + visit - (after - blocks)[of]
-    return Visits(expert[of], block.astype(jnp.int32), begin[of], end[of], after[-1:].astype(jnp.int32))
+    return visits_of(begin, end, rows, block_m, every_matrix)
 
 
 def _dot(a, b, contracting):
@@ -63,20 +39,6 @@ def _masked(x, axis: int, first, begin, end):
     """Returns x with zeros where its index along an axis, counted from `first`, is not in [begin, end)."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis) + first
     return jnp.where((index >= begin) & (index < end), x.astype(jnp.float32), 0.0).astype(x.dtype)
-
-
-def owned(visits, v, shape):
-    """Returns (which rows of a block are of visit v, which keep what earlier visits wrote to the block), as masks of its shape.
-
-    Args:
-      visits: the first four arrays of `Visits`. shape: of the block, rows first.
-    """
-    expert, block, begin, end = visits
-    rows = lax.broadcasted_iota(jnp.int32, shape, 0) + block[v] * shape[0]
-    mine = (rows >= begin[v]) & (rows < jnp.where(expert[v] < 0, 0, end[v]))
-    # The first visit of a block has nothing to keep.
-    fresh = (v == 0) | (block[v] != block[jnp.maximum(v, 1) - 1])
-    return mine, rows >= jnp.where(fresh, jnp.iinfo(jnp.int32).max, 0)
 
 
 def grouped_matmul_kernel(
@@ -129,10 +91,7 @@ def grouped_matmul_kernel(
             results = pull(d_ref[...].astype(jnp.float32))
         else:
             results = [result(*z)]
-        mine, keep = owned((expert, block, begin, end), v, results[0].shape)
-        for out_ref, y in zip(out_refs, results):
-            before = jnp.where(keep, out_ref[...].astype(jnp.float32), 0.0)
-            out_ref[...] = jnp.where(mine, y, before).astype(out_ref.dtype)
+        put_rows(Visits(expert, block, begin, end, count), v, out_refs, results)
 
 
 def ragged_contraction_kernel(expert, block, begin, end, count, a_ref, b_ref, out_ref, total):
@@ -291,7 +250,7 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     M, experts, d = lhs.shape[0], b.shape[0], saved.d_out.astype(lhs.dtype)
 
     def visits(block_m: int, every_matrix: bool) -> Visits:
-        return visits_of(group_sizes, group_offset, M, experts, min(M, block_m), every_matrix)
+        return visits_of_groups(group_sizes, group_offset, M, experts, min(M, block_m), every_matrix)
 
     if activation is not None:
         of, columns = visits(cfg.forward.block_m, False), scales("columns", scale)

@@ -79,7 +79,7 @@ def quantized(x: jax.Array, block: tuple[int, int], dtype: Any, exponents: bool)
 
 def step_of(D: int, *scales: jax.Array) -> int:
     """Returns how many consecutive entries of the contracted dim have one scale in each of the arrays."""
-    return D // math.lcm(*(s.shape[1] for s in scales))
+    return D // math.lcm(*(s.shape[-1] for s in scales))
 
 
 def column(scale: jax.Array, step: Any, steps: int, rows: int) -> jax.Array:
