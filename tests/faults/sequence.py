@@ -129,6 +129,27 @@ FAULTS = (
         "merge($$args, $joint + 0.6931)",
         f"{SEQUENCE} -k sinks",
     ),
+    Fault(
+        "the backward of a ring attends to the keys that a rank began with",
+        "pulls.body",
+        "pulled($local, $saved, $hop, $keys, $grads, $sums, $local.needed is None)",
+        "pulled($local, $saved, $hop, $local.keys, $grads, $sums, $local.needed is None)",
+        f"{SEQUENCE} -k packed_chunk-sp4-contiguous-ring",
+    ),
+    Fault(
+        "sinks are dropped between ranks",
+        "sequence/attention:_forward",
+        "if $sinks is not None and not $within: $$body",
+        "",
+        f"{SEQUENCE} -k sinks_packed_window-sp4-zigzag-ring",
+    ),
+    Fault(
+        "a length that the ranks do not divide goes through",
+        "Order.check",
+        "if $length % self.multiple: $$body",
+        "",
+        f"{SEQUENCE} -k wrong_call",
+    ),
     Fault("stale lse", "_ring_bwd", "{'out': $out, 'lse': $lse}", "{'out': $out, 'lse': $lse - 0.1}", SEQUENCE),
     Fault(
         "segments do not travel",
