@@ -18,7 +18,9 @@ from ejdist.sequence import AllGather, GroupCast, Halo, Ring, Ulysses
 from kernels import MaskInfo
 
 STRIPE = 4
-# Not a ring both ways round, which can end the process on a CPU: see tests/test_both_ways.py.
+# On CPUs two transfers that begin at once may wait for each other until XLA ends the process: see tests/test_both_ways.py,
+# which has the rings both ways round.
+IN_TURN = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 SCHEMES = {
     "ring": Ring(),
     "ring_of_documents": Ring(hops="batch"),
@@ -106,7 +108,7 @@ def outputs_and_gradients(function, order, mask, heads):
     if index is not None:
         options |= {"q_positions": jnp.asarray(index), "kv_positions": jnp.asarray(index)}
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=IN_TURN)
     def run(q, k, v, d_out, d_lse, floats):
         def attend(q, k, v, floats):
             return function(q, k, v, **floats, **options, return_lse=True)

@@ -150,6 +150,13 @@ FAULTS = (
         "",
         f"{SEQUENCE} -k wrong_call",
     ),
+    Fault(
+        "what layers keep of attention is copied as a whole into another layout",
+        "_ring_fwd",
+        "$out.reshape(*$lse.shape[:2], -1)",
+        "$out",
+        "tests/test_transfers.py -m slow -k laid_out_once",
+    ),
     Fault("stale lse", "_ring_bwd", "{'out': $out, 'lse': $lse}", "{'out': $out, 'lse': $lse - 0.1}", SEQUENCE),
     Fault(
         "segments do not travel",
