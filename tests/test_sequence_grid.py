@@ -3,8 +3,11 @@ value and in every gradient: rows that have each legal pair of them. Files of a 
 
 import functools
 import itertools
+import os
 import random
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +21,10 @@ from ejdist.sequence import AllGather, GroupCast, Halo, Ring, Ulysses
 from kernels import MaskInfo
 
 STRIPE = 4
-# On CPUs two transfers that begin at once may wait for each other until XLA ends the process: see tests/test_both_ways.py,
-# which has the rings both ways round.
-IN_TURN = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+# On CPUs two transfers of a program may begin at once, wait for each other, and end the process: see tests/test_both_ways.py,
+# which has the rings both ways round. With this flag they do not.
+IN_TURN = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+PARTS = 12
 SCHEMES = {
     "ring": Ring(),
     "ring_of_documents": Ring(hops="batch"),
@@ -37,7 +41,6 @@ SCHEMES = {
 OF_TWO_AXES = ("ring_of_two_levels", "gathered_between_groups", "halo_between_groups")
 # What counts from the start of a document has no form in an order of each row, and is refused there.
 COUNTS_IN_DOCUMENTS = ("packed_chunk", "packed_sink_window")
-ROWS = 183  # of `covering`, which takes seconds to find: no session that leaves them out does
 FACTORS = {
     "scheme": tuple(SCHEMES),
     "order": ("contiguous", "zigzag", "striped", "balanced"),
@@ -108,7 +111,7 @@ def outputs_and_gradients(function, order, mask, heads):
     if index is not None:
         options |= {"q_positions": jnp.asarray(index), "kv_positions": jnp.asarray(index)}
 
-    @functools.partial(jax.jit, compiler_options=IN_TURN)
+    @jax.jit
     def run(q, k, v, d_out, d_lse, floats):
         def attend(q, k, v, floats):
             return function(q, k, v, **floats, **options, return_lse=True)
@@ -131,23 +134,36 @@ def check(row):
     assert_close(got, on_one_device(row["mask"], row["heads"]), name_of(row))
 
 
+def in_turn():
+    """Returns the environment of a process in which transfers begin one by one."""
+    flags = [os.environ.get("XLA_FLAGS", ""), IN_TURN]
+    if "device_count" not in flags[0]:
+        flags.append("--xla_force_host_platform_device_count=8")
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": "cpu"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(ROWS))
-def test_the_numbers_of_one_device(number):
-    """Of every pair of factors; the whole product is `python tests/test_sequence_grid.py [PART/PARTS]`, a part of it every so
-    many rows. What fails says its name."""
-    check(covering()[number])
+@pytest.mark.parametrize("part", range(1, PARTS + 1))
+def test_the_numbers_of_one_device(part):
+    """Of every pair of factors; the whole product is `python tests/test_sequence_grid.py whole [PART/PARTS]`."""
+    command = [sys.executable, __file__, "covering", f"{part}/{PARTS}"]
+    made = subprocess.run(command, env=in_turn(), capture_output=True, text=True)
+    assert made.returncode == 0, f"after {made.stdout.splitlines()[-1:]}: {made.stderr[-3000:]}"
+    assert len(made.stdout.split()) == len(covering()[part - 1 :: PARTS])
 
 
 @pytest.mark.slow
 def test_the_rows_have_every_pair():
-    assert len(covering()) == ROWS
     assert {pair for row in covering() for pair in pairs_of(row)} == {pair for row in whole() for pair in pairs_of(row)}
 
 
 if __name__ == "__main__":
-    number, parts = map(int, (sys.argv[1:] or ["1/1"])[0].split("/"))
-    for one in whole()[number - 1 :: parts]:
+    if IN_TURN not in os.environ.get("XLA_FLAGS", ""):
+        os.execve(sys.executable, [sys.executable, *sys.argv], in_turn())
+    number, parts = map(int, (sys.argv[2:] or ["1/1"])[0].split("/"))
+    for i, one in enumerate({"covering": covering, "whole": whole}[sys.argv[1]]()[number - 1 :: parts]):
         check(one)
-        jax.clear_caches()
         print(name_of(one), flush=True)
+        if i % 50 == 49:
+            jax.clear_caches()
