@@ -1,5 +1,6 @@
 """Rows dealt to groups of devices and to microbatches: how even, that a step has the same rows, and where nothing is dealt."""
 
+import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -47,14 +48,30 @@ def test_the_heaviest_rows_share_a_microbatch_and_a_group_evens_out():
     assert waited_for(weights, 2, 2) == (3 + 4) + (9 + 8) and waited_for(placed.reshape(-1), 2, 2) == 15 + 5
 
 
+def test_the_heaviest_group_exchanges_a_row():
+    """By hand: heaviest first the groups have 9 + 3 + 3 and 8 + 4 + 1; an exchange of 9 and 8 makes both 14."""
+    weights = np.array([8.0, 1, 4, 3, 9, 3])
+    assert waited_for(weights[dealt(weights, 2, 1)], 2, 1) == 14
+
+
+def test_what_is_waited_for_at_least_is_no_more_than_the_best_deal():
+    """Of all deals of six rows. One group has two of the three heaviest rows."""
+    rng = np.random.default_rng(0)
+    for sizes, _ in itertools.product([(2, 1), (3, 1), (2, 3), (3, 2)], range(10)):
+        weights = rng.integers(1, 10, 6).astype(float)
+        best = min(waited_for(weights[list(order)], *sizes) for order in itertools.permutations(range(6)))
+        assert least_waited_for(weights, *sizes) <= best
+    assert least_waited_for(np.array([9.0, 9, 9, 1]), 2, 1) == 18
+
+
 def test_rows_of_one_weight_stay_as_drawn():
     np.testing.assert_array_equal(dealt(np.full(12, 5.0), 3, 2), np.arange(12))
 
 
 @pytest.mark.parametrize("words", ["4096", "long_tail.txt", "mixture.txt"])
 def test_groups_are_even_for_documents_of_many_lengths(words):
-    """8 groups and 4 microbatches with 4 rows of 32k tokens each: attention of the busiest over the mean, of 12 batches. What
-    is left is the longest document of a microbatch; as drawn it is 1.4 and more."""
+    """8 groups and 4 microbatches with 4 rows of 32k tokens each: attention of the busiest over the mean, of 12 batches. As
+    drawn it is 1.4 and more."""
     words = words if words.isdigit() else str(ROOT / "benchmarks" / "documents" / words)
     sizes, rng = np.asarray(documents_of(words).lengths), np.random.default_rng(1)
     rows = Packing(corpus_of(rng.choice(sizes, 2**25 // int(sizes.mean()))), 2**15, 0)
@@ -63,7 +80,7 @@ def test_groups_are_even_for_documents_of_many_lengths(words):
         sum(waited_for(w[deal(w)], 8, 4) for w in batches) / (batches.sum() / 8)
         for deal in (lambda w: np.arange(128), lambda w: dealt(w, 8, 4))
     )
-    assert even < 1.07 and drawn > 1.4
+    assert even < 1.03 and drawn > 1.4
 
 
 # -- what rows say -----------------------------------------------------------------------------------------------------

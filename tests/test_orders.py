@@ -66,6 +66,31 @@ def test_orders_are_as_even_as_they_say(documents, ranks):
     assert uneven <= (1.12 if ranks == 8 else 1.45) and uneven < imbalance(zigzag, length, CAUSAL, documents) / 1.4
 
 
+def test_stripes_of_many_ranks_are_uneven_in_proportion_and_shorter_ones_meet_more_tiles():
+    """Over 64 ranks with 2,048 tokens each: what the busiest rank has over the mean is in proportion to the stripe, but of
+    stripes that are shorter than a tile it visits more than twice as many tiles of 128."""
+    ranks, length, tile = 64, 2**17, 128
+    over, visited = {}, {}
+    for stripe in (32, 64, 128):
+        order = Order("striped", ranks, stripe)
+        over[stripe] = imbalance(order, length, CAUSAL, PACKED) - 1
+        assert imbalance(order, length, CAUSAL) == pytest.approx(1 + (ranks - 1) * stripe / length, rel=1e-3)
+        lie = order.positions(np.arange(ranks), length).reshape(ranks, -1, tile)
+        first, last = lie.min(-1), lie.max(-1)
+        row = PACKED.rows(length)[0]
+        document = np.cumsum(row == 0)
+        low, high, keys_first, keys_last = (
+            document[first],
+            document[last],
+            document[first.ravel()],
+            document[last.ravel()],
+        )
+        meet = (last[..., None] >= first.ravel()) & (high[..., None] >= keys_first) & (low[..., None] <= keys_last)
+        visited[stripe] = meet.sum((1, 2)).max()
+    assert 3 < over[128] / over[32] < 5  # four rows
+    assert over[64] > 0.1 and visited[64] > 2 * visited[128]
+
+
 def test_rows_are_cut_of_documents():
     """Every row begins a document, and the lengths that are not cut are those of the sample."""
     documents = Documents((5, 9, 30), "three")

@@ -234,3 +234,22 @@ def test_segment_ids_are_gathered_once_a_step():
     main = text[text.index("\nENTRY ") :]
     gathers = re.compile(r"= s32\[1,256\]\S* all-gather\(")
     assert len(gathers.findall(text)) == len(gathers.findall(main)) == 1
+
+
+@pytest.mark.slow
+def test_what_layers_keep_of_attention_is_laid_out_once():
+    """An exchange of heads has them as the major dim; what all layers keep is not copied into that layout as a whole."""
+    layers, tokens, heads, width = 4, 256, 8, 64
+    made = target_of(*TARGETS["h200"])
+    words = ["recipe=long_context", "model=qwen3_8b", f"model.num_layers={layers}", "model.model_dim=128"]
+    words += ["model.ffn_dim=128", "model.vocab_size=512", f"model.num_heads={heads}", f"model.num_kv_heads={heads}"]
+    words += [f"model.head_dim={width}", "model.remat=attention", "sequence.scheme=ulysses", "mesh.fsdp=1"]
+    words += [f"mesh.sp={RANKS}", f"data.sequence_length={RANKS * tokens}", "data.global_batch=1"]
+    try:
+        mesh = make_mesh(sp=RANKS, devices=made.devices())
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    with made.lowering(), without_code():
+        lowered = program.make_program(compose(words), mesh).lower()
+    text = lowered.compile().as_text()
+    assert f"bf16[{layers},1,{tokens},{heads * width}]" in text and f"bf16[{heads},{layers},1,{tokens}," not in text

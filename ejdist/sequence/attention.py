@@ -117,13 +117,19 @@ def _ring_fwd(static, arrays, seen):
     out, lse = _forward_of_a_gradient(static, arrays, seen)
     # Behind a barrier, or a compiler keeps what `out` is put together of beside the whole backward, and puts it together last.
     out, lse = jax.lax.optimization_barrier((out, lse))
-    # The names that the local operation uses, so one remat policy keeps attention whether or not it is sharded.
-    out, lse = checkpoint_name(out, "flash_attention.out"), checkpoint_name(lse, "flash_attention.lse")
-    return (out, lse), (arrays, seen, out, lse)
+    # The names that the local operation uses, so one remat policy keeps attention whether or not it is sharded. What is kept
+    # has the numbers of all heads in one dim: an exchange of heads wants heads to be the major dim of the cotangent, and XLA
+    # would have that of the output too, and lay out what all layers have kept anew, which takes as much memory again.
+    kept, lse = (
+        checkpoint_name(out.reshape(*lse.shape[:2], -1), "flash_attention.out"),
+        checkpoint_name(lse, "flash_attention.lse"),
+    )
+    return (kept.reshape(out.shape), lse), (arrays, seen, kept, lse)
 
 
 def _ring_bwd(static, residuals, cotangents):
-    arrays, seen, out, lse = residuals
+    arrays, seen, kept, lse = residuals
+    out = kept.reshape(*lse.shape, -1)
     assert static.op.backward_inputs is not None
     sent = dict(zip(("d_out", "d_lse") if static.lse else ("d_out",), cotangents, strict=False))
     sent = {n: zeroed(d, seen.mask.q_segment_ids) for n, d in sent.items()}  # here too, for the gradient of sinks

@@ -3,8 +3,9 @@
 In each microbatch all groups wait for the one with the most attention, which grows with the squares of the lengths of
 documents. Which group and which microbatch has a row is free: a step's gradient is a sum over its rows. So the heaviest rows
 share a microbatch, the next ones the next, and within a microbatch each row, heaviest first, goes to the group that has least
-so far (Graham, Bounds on multiprocessing timing anomalies, 1969). Rows stay whole, so documents are cut where the packing cuts
-them. ByteScale (2025) and verl sort by length within a global batch too, with microbatches of any shape.
+so far (Graham, Bounds on multiprocessing timing anomalies, 1969). Then the heaviest group exchanges a row with another one, as
+long as that makes the heavier of the two lighter. Rows stay whole, so documents are cut where the packing cuts them. ByteScale
+(2025) and verl sort by length within a global batch too, with microbatches of any shape.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from ejdist.training.data.batches import AUTO, NONE, ROWS
 from ejdist.training.data.shard_packing import READ_WHOLE
 from ejdist.training.program import Program, TrainSections
+
+_EXCHANGES = 8  # of two rows, for each group, at most
 
 
 def waited_for(weights: np.ndarray, groups: int, microbatches: int) -> float:
@@ -32,10 +35,16 @@ def waited_for(weights: np.ndarray, groups: int, microbatches: int) -> float:
 def least_waited_for(weights: np.ndarray, groups: int, microbatches: int) -> float:
     """Returns what `waited_for` is at least, however rows are dealt: the mean of the groups, or more where one row is more than
     that. The heaviest rows of the microbatches are no lighter in sum than every k-th of all rows, heaviest first, for k rows of
-    a microbatch; with one row for each group `dealt` is that.
+    a microbatch; with one row for each group `dealt` is that. In a single microbatch some group has k + 1 of the heaviest
+    k * groups + 1 rows, for any k, beside the lightest of all.
     """
     rows = np.sort(weights)[::-1]
-    return float(max(rows.sum() / groups, rows[:: len(rows) // microbatches].sum()))
+    least = max(rows.sum() / groups, rows[:: len(rows) // microbatches].sum())
+    if microbatches == 1:
+        each = len(rows) // groups
+        for k in range(each):
+            least = max(least, rows[k * groups - k : k * groups + 1].sum() + rows[len(rows) - each + k + 1 :].sum())
+    return float(least)
 
 
 def dealt(weights: np.ndarray, groups: int, microbatches: int) -> np.ndarray:
@@ -56,10 +65,31 @@ def dealt(weights: np.ndarray, groups: int, microbatches: int) -> np.ndarray:
             place[group, count[group], microbatch] = row
             load[group] += weights[row]
             count[group] += 1
+        _exchange(place[:, :, microbatch], weights, load)
     found = place.reshape(rows)
     as_drawn = np.arange(rows)
     sizes = groups, microbatches
     return found if waited_for(weights[found], *sizes) < waited_for(weights, *sizes) else as_drawn
+
+
+def _exchange(place: np.ndarray, weights: np.ndarray, load: np.ndarray) -> None:
+    """Exchanges rows of the heaviest group of a microbatch, while that makes the heavier of two groups lighter.
+
+    Args:
+      place: int64 [groups, rows of each], which row lies where; changed in place, as is `load` [groups], the weight of each.
+    """
+    groups, each = place.shape
+    for _ in range(_EXCHANGES * groups * (each > 1)):
+        most, own = load.argmax(), weights[place]
+        less = own[most][:, None, None] - own  # [row of the heaviest, other group, row of it]
+        heavier = np.maximum(load[most] - less, load[:, None] + less)
+        heavier[:, most] = np.inf
+        row, other, theirs = np.unravel_index(heavier.argmin(), heavier.shape)
+        if not heavier[row, other, theirs] < load[most]:
+            return
+        place[most, row], place[other, theirs] = place[other, theirs], place[most, row]
+        load[most] -= less[row, other, theirs]
+        load[other] += less[row, other, theirs]
 
 
 def nothing_to_deal(data: Any, program: Program) -> str | None:

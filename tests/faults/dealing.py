@@ -34,6 +34,27 @@ FAULTS = (
         f"{TESTS} -k heaviest",
     ),
     Fault(
+        "no rows are exchanged",
+        "dealing:dealt",
+        "_exchange($place[:, :, $microbatch], $weights, $load)",
+        "",
+        f"{TESTS} -k heaviest",
+    ),
+    Fault(
+        "an exchange counts for one group alone",
+        "dealing:_exchange",
+        "$load[$other] += $less[$row, $other, $theirs]",
+        "",
+        f"{TESTS} -k 'heaviest or many_lengths'",
+    ),
+    Fault(
+        "a group is taken to have its heaviest rows alone",
+        "dealing:least_waited_for",
+        "$rows[$k * $groups - $k : $k * $groups + 1].sum()",
+        "$rows[: $k + 1].sum()",
+        f"{TESTS} -k at_least",
+    ),
+    Fault(
         "rows are dealt where that is worse",
         "dealing:dealt",
         "waited_for($weights[$found], *$sizes) < waited_for($weights, *$sizes)",

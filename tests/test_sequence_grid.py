@@ -1,0 +1,175 @@
+"""Every scheme, order, mask, number of heads and mesh of attention over a split sequence has the numbers of one device, in
+value and in every gradient: rows that have each legal pair of them. Files of a scheme have more of its own."""
+
+import functools
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_ulysses import HEADS, IDS, MASKS, MESHES, assert_close, drawn, on_one_device
+
+from ejdist import Order, make_mesh, ring_attention
+from ejdist.documents import places
+from ejdist.sequence import AllGather, GroupCast, Halo, Ring, Ulysses
+from kernels import MaskInfo
+
+STRIPE = 4
+# On CPUs two transfers of a program may begin at once, wait for each other, and end the process, with this flag less often. A
+# ring both ways round and one of two levels have several on their way: tests/test_both_ways.py and test_sequence.py have these.
+IN_TURN = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+PARTS = 12
+SCHEMES = {
+    "ring": Ring(),
+    "ring_of_documents": Ring(hops="batch"),
+    "all_gather": AllGather(),
+    "all_gather_of_documents": AllGather(hops="batch"),
+    "ulysses": Ulysses(),
+    "ulysses_in_groups": Ulysses(head_groups=2),
+    "gathered_between_groups": Ulysses(AllGather()),
+    "halo_between_groups": Ulysses(Halo()),
+    "halo": Halo(),
+    "group_cast": GroupCast(0.5),
+}
+OF_TWO_AXES = ("gathered_between_groups", "halo_between_groups")
+# What counts from the start of a document has no form in an order of each row, and is refused there.
+COUNTS_IN_DOCUMENTS = ("packed_chunk", "packed_sink_window")
+FACTORS = {
+    "scheme": tuple(SCHEMES),
+    "order": ("contiguous", "zigzag", "striped", "balanced"),
+    "mask": tuple(MASKS),
+    "heads": HEADS,
+    "mesh": MESHES,
+}
+
+
+def legal(row):
+    (cp, sp, tp), (heads, kv_heads) = row["mesh"], row["heads"]
+    over = (("cp", cp),) * (cp > 1) + (("sp", sp),) * (sp > 1)
+    return (
+        (row["scheme"] not in OF_TWO_AXES or len(over) == 2)
+        and (kv_heads == 1 or kv_heads % tp == 0)
+        and not (row["order"] == "balanced" and row["mask"] in COUNTS_IN_DOCUMENTS)
+        and SCHEMES[row["scheme"]].rejects(heads // tp, over) is None
+    )
+
+
+@functools.cache
+def whole():
+    """Returns every legal row."""
+    rows = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
+    return [row for row in rows if legal(row)]
+
+
+def pairs_of(row):
+    return [*itertools.combinations(row.items(), 2)]
+
+
+@functools.cache
+def covering():
+    """Returns rows that have every legal pair of two factors' values."""
+    rng, rows = random.Random(0), []
+    having = {}
+    for row in whole():
+        for pair in pairs_of(row):
+            having.setdefault(pair, []).append(row)
+    left = dict.fromkeys(having)
+    while left:
+        some = having[next(iter(left))]
+        rows.append(
+            max(rng.sample(some, min(len(some), 40)), key=lambda row: sum(pair in left for pair in pairs_of(row)))
+        )
+        for pair in pairs_of(rows[-1]):
+            left.pop(pair, None)
+    return rows
+
+
+def name_of(row):
+    (cp, sp, tp), (heads, kv_heads) = row["mesh"], row["heads"]
+    return f"{row['scheme']}-{row['order']}-{row['mask']}-{heads}_{kv_heads}-cp{cp}_sp{sp}_tp{tp}"
+
+
+def outputs_and_gradients(function, order, mask, heads):
+    """Returns out, lse and every gradient, in the order of the text; `test_ulysses` has it for orders that are fixed."""
+    index = order.text_indices(np.where(IDS >= 0, places(IDS) + 1, 0)) if order.carried else None
+    *arrays, sinks, slopes = drawn(*heads)
+    options = {n: order.permute(x, index=index) if n.endswith("segment_ids") else x for n, x in MASKS[mask].items()}
+    floats = {}
+    if "softmax_aux" in options:
+        floats["softmax_aux"] = sinks[:, 0] if options.pop("softmax_aux") == 1 else sinks
+    if options.pop("alibi_slopes", 0):
+        floats["alibi_slopes"] = slopes
+    if "prefix" in options:
+        options["mask_info"] = MaskInfo(prefix_lengths=jnp.asarray(options.pop("prefix"), jnp.int32))
+    if index is not None:
+        options |= {"q_positions": jnp.asarray(index), "kv_positions": jnp.asarray(index)}
+
+    @jax.jit
+    def run(q, k, v, d_out, d_lse, floats):
+        def attend(q, k, v, floats):
+            return function(q, k, v, **floats, **options, return_lse=True)
+
+        (out, lse), pull = jax.vjp(attend, q, k, v, floats)
+        # A row with no key has lse -inf; its cotangent must not matter.
+        return out, lse, *pull((d_out, jnp.where(jnp.isfinite(lse), d_lse, 0)))
+
+    *results, others = run(*(order.permute(x, index=index) for x in arrays), floats)
+    found = [order.inverse(np.asarray(x), index=index) for x in results]
+    return found + [np.asarray(others[name]) for name in sorted(others)]
+
+
+def check(row):
+    cp, sp, tp = row["mesh"]
+    order = Order(row["order"], cp * sp, STRIPE if row["order"] in ("striped", "balanced") else 1)
+    mesh = make_mesh(cp=cp, sp=sp, tp=tp)
+    split = functools.partial(ring_attention, mesh=mesh, order=order, scheme=SCHEMES[row["scheme"]])
+    got = outputs_and_gradients(split, order, row["mask"], row["heads"])
+    assert_close(got, on_one_device(row["mask"], row["heads"]), name_of(row))
+
+
+def in_turn():
+    """Returns the environment of a process in which transfers begin one by one."""
+    flags = [os.environ.get("XLA_FLAGS", ""), IN_TURN]
+    if "device_count" not in flags[0]:
+        flags.append("--xla_force_host_platform_device_count=8")
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(1, PARTS + 1))
+def test_the_numbers_of_one_device(part):
+    """Of every pair of factors; the whole product is `python tests/test_sequence_grid.py whole [PART/PARTS]`."""
+    rows, done, ended = len(covering()[part - 1 :: PARTS]), 0, 0
+    while done < rows:
+        command = [sys.executable, __file__, "covering", f"{part}/{PARTS}", str(done)]
+        made = subprocess.run(command, env=in_turn(), capture_output=True, text=True)
+        done, before = done + len(made.stdout.split()), done
+        # XLA may end the process even so; a row that ends three in turn has failed.
+        ended = 0 if done > before else ended + 1
+        its_own = made.returncode == -signal.SIGABRT and "rendezvous" in made.stderr and ended < 3
+        assert made.returncode == 0 or its_own, f"after {made.stdout.splitlines()[-1:]}: {made.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+def test_the_rows_have_every_pair():
+    assert {pair for row in covering() for pair in pairs_of(row)} == {pair for row in whole() for pair in pairs_of(row)}
+
+
+if __name__ == "__main__":
+    if IN_TURN not in os.environ.get("XLA_FLAGS", ""):
+        os.execve(sys.executable, [sys.executable, *sys.argv], in_turn())
+    number, parts = map(int, (sys.argv[2:] or ["1/1"])[0].split("/"))
+    begin = int((sys.argv[3:] or [0])[0])
+    for i, one in enumerate({"covering": covering, "whole": whole}[sys.argv[1]]()[number - 1 :: parts][begin:]):
+        check(one)
+        print(name_of(one), flush=True)
+        if i % 50 == 49:
+            jax.clear_caches()
