@@ -238,7 +238,7 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, visits: Visits):
 def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
     b, transposed, gated = weights
     M = lhs.shape[0]
-    visits = visits_of(group_sizes, group_offset, M, b.shape[0], min(M, cfg.forward.block_m), False)
+    visits = visits_of_groups(group_sizes, group_offset, M, b.shape[0], min(M, cfg.forward.block_m), False)
     return _product(
         lhs, b, transposed, gated, cfg.forward, visits, rhs_bias, activation, scale=scales("columns", scale)
     )
