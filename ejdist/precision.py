@@ -39,7 +39,8 @@ class Precision:
     """How products are computed. `scaling`: a name of `SCALINGS`. `gradients`: dtype of dy; x and w are e4m3.
 
     speed: of the products, over those in bfloat16; passes: bytes that are moved for a number of an operand that is made. Both
-    are of the steps of a 1B on an H200 (benchmarks/results/steps/1b_8k_fp8_*).
+    are of steps of a 1B and of ten layers of an 8B on an H200 (benchmarks/results/steps/*_fp8_*), beside the same in bfloat16;
+    passes of blocks and rows are also what the kernels move of an operand both ways, 4 and 6 bytes for two.
     """
 
     scaling: str
@@ -53,9 +54,9 @@ PRECISIONS = {
     # One scale for an array leaves small gradients no bits of e4m3 (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
     "fp8_tensor": Precision("tensor", _WIDE),
     # One kernel makes both operands of an array, after another has read its largest magnitudes or written them with it.
-    "fp8_row": Precision("row", passes=4.0),
+    "fp8_row": Precision("row", speed=1.7, passes=3.0),
     # e4m3 both ways (DeepSeek-AI, DeepSeek-V3, 2024, section 3.3); one kernel makes both operands of an array.
-    "fp8_block": Precision("block", passes=3.0),
+    "fp8_block": Precision("block", speed=1.7, passes=2.0),
     # OCP Microscaling Formats (MX) 1.0, 2023: no tensor core of Hopper takes its scales.
     "mxfp8": Precision("mx", on_gpus=False),
 }

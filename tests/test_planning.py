@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -122,6 +123,16 @@ def test_measured_steps_of_an_h200_are_predicted_within_a_fifth():
 
     rows = measured_rows()
     assert len(rows) >= 6 and all(abs(r["error"]) < 0.2 for r in rows), rows
+
+
+def test_steps_in_8_bits_are_predicted_beside_bfloat16():
+    """What 8 bits save of a step, which is what `model.precision` is chosen by, to a fortieth of the step."""
+    from benchmarks.plan import measured_rows
+
+    rows = {row["name"]: row for row in measured_rows()}
+    pairs = [(row, rows[re.sub("fp8_[a-z]+", "bf16", name)]) for name, row in rows.items() if "fp8" in name]
+    off = {narrow["name"]: (1 + narrow["error"]) / (1 + wide["error"]) - 1 for narrow, wide in pairs}
+    assert len(off) >= 5 and all(abs(error) < 0.025 for error in off.values()), off
 
 
 def test_flops_are_those_of_training():
