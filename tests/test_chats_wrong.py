@@ -206,6 +206,7 @@ def test_a_conversation_that_is_too_long_stops_the_run_or_is_skipped_or_truncate
         ({"chat_date": "tomorrow"}, r"data.chat_date = 'tomorrow': write it as 2026-01-31"),
         ({"chat_template_kwargs": "fast"}, r"data.chat_template_kwargs = 'fast': write {name: value}"),
         ({"packing": "cut"}, r"data.packing = cut would divide conversations between rows; set data.packing=whole"),
+        ({"packing": "even"}, r"data.packing = even would divide conversations between rows; set data.packing=whole"),
         ({"tokenizer": "bpe:300"}, r"data.tokenizer = 'bpe:300' is trained on text, and conversations are written"),
         (
             {"chat_template": "{% if %}"},

@@ -25,6 +25,7 @@ from ejdist.mesh import make_mesh
 from ejdist.order import Order
 from ejdist.training.data import Data, DataSection, blocks, build, dataset, shard_packing
 from ejdist.training.data.dataset import open_dataset
+from ejdist.training.data.even_packing import Even
 from ejdist.training.data.mixture import BLOCK, MixedRows, Mixture, counts_of
 from ejdist.training.data.packing import Packing
 from ejdist.training.data.shard_packing import CorpusShard, Cut
@@ -58,13 +59,15 @@ def numbered(shards):
 
 
 def packed(shards, length, seed, how, folder):
-    return Cut(shards, length, seed) if how == "cut" else Whole(shards, length, seed, "made", folder)
+    if how == "cut":
+        return Cut(shards, length, seed)
+    return {"even": Even, "whole": Whole}[how](shards, length, seed, "made", folder)
 
 
 SHARDS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=30), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("how", [pytest.param("cut", marks=pytest.mark.slow), "whole"])
+@pytest.mark.parametrize("how", [pytest.param("cut", marks=pytest.mark.slow), "even", "whole"])
 @settings(max_examples=40, deadline=None)
 @example([[1] * 9, [1]], 5, 0)
 @example([[3, 300, 1, 200], [2]], 8, 1)  # documents of many rows and windows
@@ -95,13 +98,17 @@ def test_an_epoch_has_every_token_and_every_transition_once(how, tmp_path_factor
                 transitions.extend(tokens[targets >= 0])
         assert sorted(seen) == list(range(len(document)))
         assert len(transitions) == len(set(transitions)) == len(document) - len(flat)
-        if how == "whole":
+        if how != "whole":
+            assert rows.rows_per_epoch == sum(-(-sum(shard) // length) for shard in lengths), (
+                "only last rows have padding"
+            )
+        else:
             assert all(pieces[d] == -(-n // length) for d, n in enumerate(flat)), (
                 "only what is longer than a row is cut"
             )
 
 
-@pytest.mark.parametrize("how", ["cut", "whole"])
+@pytest.mark.parametrize("how", ["cut", "even", "whole"])
 def test_a_row_is_a_pure_function_of_seed_and_number(how, tmp_path, small_windows):
     lengths = [[int(n) for n in np.random.default_rng(i).integers(1, 60, 40)] for i in range(3)]
     first, second, other = (packed(numbered(lengths), 32, seed, how, tmp_path) for seed in (3, 3, 4))
@@ -201,7 +208,7 @@ def section_of(folder, **keys):
     return DataSection(source=str(folder), tokenizer="dataset", sequence_length=32, global_batch=4, **keys)
 
 
-@pytest.mark.parametrize("packing", ["cut", "whole"])
+@pytest.mark.parametrize("packing", ["cut", "even", "whole"])
 def test_batches_of_a_dataset_whatever_the_hosts_and_the_step_it_starts_at(tmp_path, packing, small_windows):
     keys = {"packing": packing, "cache_dir": str(tmp_path / "cache")}
     source = made_dataset(tmp_path)
@@ -451,7 +458,7 @@ def test_what_is_wrong_with_a_dataset_is_told_at_the_start(tmp_path):
         ValueError, match=r"data.source lists '.*made', which is a dataset; join datasets with data.mixture"
     ):
         build(DataSection(source=[str(source)]), seed=0)
-    with pytest.raises(ValueError, match=r"data.packing = 'best' is unknown; use cut or whole"):
+    with pytest.raises(ValueError, match=r"data.packing = 'best' is unknown; use cut, even or whole"):
         build(section_of(source, packing="best"), seed=0)
     shard = next(source.glob("shard-*"))
     shard.rename(tmp_path / "aside")
@@ -475,10 +482,12 @@ def test_another_order_of_rows_is_noticed_on_resume(tmp_path):
     del old["order"]  # of a run before there were others
     data_of().check_cursor(old)
     corpus = corpus_of([5, 6, 7] * 9)
-    cut, whole = (
+    cut, even, whole = (
         Data(corpus, sequence_length=8, global_batch=1, seed=0, packing=how, cache_dir=tmp_path)
-        for how in ("cut", "whole")
+        for how in ("cut", "even", "whole")
     )
+    with pytest.raises(ValueError, match=r"data.too_long \(how rows follow from the documents\): was cut, is even"):
+        even.check_cursor(cut.cursor(1))
     with pytest.raises(ValueError, match=r"data.too_long \(how rows follow from the documents\): was cut, is whole"):
         whole.check_cursor(cut.cursor(1))
 
@@ -569,6 +578,7 @@ def test_sources_of_a_mixture_have_one_tokenizer(tmp_path):
     [
         ("packing", "54956e6b6c09301a"),
         ("cut", "a2e4680d7ffc6913"),
+        ("even", "948d76290680e710"),
         ("whole", "02e568a09fa047c6"),
         ("mixture", "fb727c61836f903c"),
     ],

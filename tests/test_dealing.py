@@ -92,7 +92,7 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(shard_packing, "_DOCUMENTS", 5)
 
 
-@pytest.mark.parametrize("how", ["packing", "cut", "whole", "mixture"])
+@pytest.mark.parametrize("how", ["packing", "cut", "even", "whole", "mixture"])
 def test_squares_are_those_of_the_rows(how, tmp_path, small_windows):
     """Documents of many windows and some of many rows, in two epochs."""
     lengths = [[int(n) for n in np.random.default_rng(i).integers(1, 90, 40)] + [300] for i in range(3)]
@@ -100,7 +100,7 @@ def test_squares_are_those_of_the_rows(how, tmp_path, small_windows):
         rows = Packing(corpus_of(lengths[0]), 32, 3)
     elif how == "mixture":
         rows = MixedRows(
-            [packed(numbered(lengths[:2]), 32, 3, k, tmp_path) for k in ("cut", "whole")], counts_of([1, 2]), 3
+            [packed(numbered(lengths[:2]), 32, 3, k, tmp_path) for k in ("cut", "even")], counts_of([1, 2]), 3
         )
     else:
         rows = packed(numbered(lengths), 32, 3, how, tmp_path)
@@ -108,7 +108,7 @@ def test_squares_are_those_of_the_rows(how, tmp_path, small_windows):
     for number, squares in zip(numbers, rows.squares(numbers), strict=True):
         ids = rows.row(number)["segment_ids"]
         assert squares == (np.bincount(ids[ids >= 0]) ** 2).sum(), number
-    if how == "whole":  # from the cache, too
+    if how in ("even", "whole"):  # from the cache, too
         np.testing.assert_array_equal(
             packed(numbered(lengths), 32, 3, how, tmp_path).squares(numbers), rows.squares(numbers)
         )

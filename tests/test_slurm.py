@@ -304,7 +304,7 @@ def test_the_doctor_is_started_once():
             ["experts.chunks=100000", "experts.dispatch=all_to_all"],
             "experts.chunks must be at least 1 and at most 64 (each is compiled on its own), got 100000",
         ),
-        (["data.packing=loose"], "data.packing = 'loose' is unknown; use cut or whole"),
+        (["data.packing=loose"], "data.packing = 'loose' is unknown; use cut, even or whole"),
         (["data.prefetch=0"], "data.prefetch must be at least 1 batch"),
         (["curriculum=[{until: 3}]"], "curriculum[0].until = 3: the last stage ends with the run"),
         (["nodes=2", "gpus_per_node=8", "mesh=fsdp"], "data.global_batch"),

@@ -133,7 +133,7 @@ def described(data: Any, program: Program, s: TrainSections) -> str | None:
     if deal is None and s.data.balance == AUTO and data.has_squares and not nothing:
         return (
             f"{key} deals no rows: each host would read {data.bytes_of_lengths / 2**20:,.0f} MiB of lengths of documents; "
-            f"data.balance={ROWS} reads them, and data.packing=whole keeps a number for each row"
+            f"data.balance={ROWS} reads them, and data.packing=even and whole keep a number for each row"
         )
     if deal is None:
         return None

@@ -75,7 +75,9 @@ class DataSection:
     bos: str | None = compared("auto", recorded=True)
     # The token behind a document of text: auto, as its folder says; null for none.
     eos: str | None = compared("auto", recorded=True)
-    packing: str = compared("cut", recorded=True)  # documents at the end of a row: cut, or whole if they fit into a row
+    # Documents in rows: cut, one after another and cut where a row ends; even, as full, each in the row in which attention is
+    # least so far; whole: those that fit into a row are not cut.
+    packing: str = compared("cut", recorded=True)
     sequence_length: int = compared(2048)  # tokens of a row
     global_batch: int = compared(4)  # rows of a step, over all devices
     # Which of a step's rows each group of devices and each microbatch has: rows, so that they have equal attention; none, as

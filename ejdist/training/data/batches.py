@@ -15,6 +15,7 @@ from ejdist.training.chats.special_tokens import ends_of
 from ejdist.training.data.conversation_keys import one_of
 from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.dataset import Dataset
+from ejdist.training.data.even_packing import Even
 from ejdist.training.data.mixture import MIXTURE_BEFORE, MixedRows, Mixture
 from ejdist.training.data.own_source import OwnRows
 from ejdist.training.data.packing import Packing, Rows, rows_of
@@ -29,8 +30,8 @@ AUTO, ROWS, NONE = "auto", "rows", "none"
 
 
 def check_how(packing: str, prefetch: int, too_long: str) -> None:
-    if packing not in ("cut", "whole"):
-        raise ValueError(f"data.packing = {packing!r} is unknown; use cut or whole")
+    if packing not in ("cut", "even", "whole"):
+        raise ValueError(f"data.packing = {packing!r} is unknown; use cut, even or whole")
     if prefetch < 1:
         raise ValueError(f"data.prefetch must be at least 1 batch, got {prefetch}")
     one_of("too_long", too_long, ("stop", "skip", "truncate"))
@@ -148,11 +149,11 @@ class Data:
         return self.corpus.parts if isinstance(self.corpus, Mixture) else (self.corpus,)
 
     def notes(self, key: str = "data.source") -> list[str]:
-        """Returns lines that say how rows of conversations were read, and which were passed over. For text there is one only if
-        data.format=auto (`guessed`). `key`: names the source."""
+        """Returns lines that say how rows of conversations were read, and which were passed over, and how even those of
+        data.packing=even are. For other text there is one only if data.format=auto (`guessed`). `key`: names the source."""
         described = []
         for i, (corpus, rows) in enumerate(zip(self._corpora, self._parts, strict=True)):
-            lines = corpus.describe() + (rows.describe() if isinstance(rows, Whole) else [])
+            lines = corpus.describe() + (rows.describe() if isinstance(rows, Even | Whole) else [])
             if self._guessed and corpus.chats is None:
                 lines.append("text, all of which is trained (data.format=auto)")
             where = f"data.mixture[{i}]" if len(self._parts) > 1 else key
@@ -300,13 +301,15 @@ def _rows_of(
         return MixedRows(rows, corpus.counts_for(rows), seed, first)
     if isinstance(corpus, OwnRows):
         return corpus.rows(length, seed)
-    if packing == "cut" and corpus.chats is not None:
-        raise ValueError("data.packing = cut would divide conversations between rows; set data.packing=whole")
+    if packing in ("cut", "even") and corpus.chats is not None:
+        raise ValueError(f"data.packing = {packing} would divide conversations between rows; set data.packing=whole")
     if isinstance(corpus, Corpus) and packing == "cut":
         return Packing(corpus, length, seed)
     shards = [CorpusShard(corpus)] if isinstance(corpus, Corpus) else corpus.shards
     if packing == "cut":
         return Cut(shards, length, seed)
+    if packing == "even":
+        return Even(shards, length, seed, corpus.fingerprint, cache_dir)
     return Whole(shards, length, seed, corpus.fingerprint, cache_dir, too_long)
 
 
