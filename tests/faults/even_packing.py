@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "a document ends with its window",
         "Even.segments",
-        "int($window.offsets[$p.document + 1])",
-        "int($inside[$p.document + 1])",
+        "self._segment($shard, int($window.offsets[$p.document + 1]), int($inside[$p.document]) + $p.begin, $p.count)",
+        "self._segment($shard, int($inside[$p.document + 1]), int($inside[$p.document]) + $p.begin, $p.count)",
         f"{TESTS} -k range_of_rows",
     ),
     Fault(
@@ -80,6 +80,6 @@ FAULTS = (
         "_rows_of",
         "$packing in ('cut', 'even') and $corpus.chats is not None",
         "$packing == 'cut' and $corpus.chats is not None",
-        "tests/test_chats_wrong.py -k refused",
+        "tests/test_chats_wrong.py -k wrong_key",
     ),
 )
