@@ -3,9 +3,9 @@ the rows of a step are over groups of devices and microbatches, as they are draw
 
 Documents are a mean length (lognormal) or a file of `documents/`; rows of so many tokens hold them in the order of a run, as
 `data.packing=cut` and `even` put them there. In each microbatch all groups wait for the busiest: its work, summed over
-microbatches and batches, over the mean. Attention alone, beside what no dealing of whole rows comes below, and the whole step of
-an 8B model, by its FLOPs. `attention of cut`: that of all rows over that of the same documents cut, which grows as fewer are cut.
-Milliseconds are those of a host for a batch: squares of all its rows, and dealing.
+microbatches and batches, over the mean. Attention alone, beside what no dealing of whole rows comes below, and the whole step
+of an 8B model, by its FLOPs. `attention of cut`: that of all rows over that of the same documents cut, which grows as fewer are
+cut. Milliseconds are those of a host for a batch: squares of all its rows, and dealing.
 
 The second table has the documents of a window of rows that are cut, and the milliseconds in which a host packs one: `even`, and
 `whole` (best fit) beside it.
@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def measured(words: str, tokens: int, sizes: tuple[int, int, int], batches: int,
 
 
 def windows(words: str, tokens: int) -> dict[str, Any]:
-    """Returns a row of the second table: the median of five windows, and the share of documents that are cut in them."""
+    """Returns a row of the second table: of five windows the median time, the least of five calls each and of this process
+    alone, and the share of documents that are cut."""
     from ejdist.training.data.even_packing import even_rows
     from ejdist.training.data.whole_packing import best_fit
 
@@ -113,14 +115,12 @@ def windows(words: str, tokens: int) -> dict[str, Any]:
     times, divided = np.zeros((2, len(parts))), np.zeros((2, len(parts)))
     for i, lengths in enumerate(parts):
         total, order = int(lengths.sum()), np.random.default_rng(0).permutation(len(lengths))
-        began = time.perf_counter()
-        packed = even_rows(lengths, order, tokens, -(-total // tokens))
-        between = time.perf_counter()
-        best_fit(lengths, order, tokens)
-        times[:, i] = between - began, time.perf_counter() - between
+        sizes = (lengths, order, tokens)
+        calls = [functools.partial(even_rows, *sizes, -(-total // tokens)), functools.partial(best_fit, *sizes)]
+        times[:, i] = [min(timeit.repeat(call, timer=time.process_time, number=1)) for call in calls]
         ends, cuts = np.cumsum(lengths), np.arange(tokens, total, tokens)
         of_cut = np.unique(np.searchsorted(ends, cuts)[~np.isin(cuts, ends)])
-        pieces = np.bincount([piece.document for row in packed for piece in row])
+        pieces = np.bincount([piece.document for row in calls[0]() for piece in row])
         divided[:, i] = (pieces > 1).mean(), len(of_cut) / len(lengths)
     (even_ms, whole_ms), (even, cut) = np.median(times, 1) * 1e3, divided.mean(1)
     return {

@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "the shortest documents are placed first",
         "even_rows",
-        "$rest.sort(key=lambda $entry: -$entry[1].count)",
-        "$rest.sort(key=lambda $entry: $entry[1].count)",
+        "$rest.sort(key=lambda $entry: -$entry[0])",
+        "$rest.sort(key=lambda $entry: $entry[0])",
         f"{TESTS} -k 'least or more_even'",
     ),
     Fault(
@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "the rest of a document begins where the document does",
         "even_rows",
-        "$rest.append(($rank, Piece($document, $begin, $end - $begin)))",
-        "$rest.append(($rank, Piece($document, 0, $end - $begin)))",
+        "$rest.append(($end - $begin, $rank, Piece($document, $begin, $end - $begin)))",
+        "$rest.append(($end - $begin, $rank, Piece($document, 0, $end - $begin)))",
         f"{TESTS} -k every_token",
     ),
     Fault(

@@ -41,21 +41,20 @@ def even_rows(lengths: np.ndarray, order: np.ndarray, length: int, count: int) -
     room[-1] -= count * length - int(lengths.sum())
     rows: list[list[tuple[int, Piece]]] = [[] for _ in room]
     rest, full = [], 0
-    for rank, document in enumerate(order.tolist()):
-        begin, end = 0, int(lengths[document])
+    for rank, (document, end) in enumerate(zip(order.tolist(), lengths[order].tolist(), strict=True)):
+        begin = 0
         while end - begin >= length:
             rows[full].append((rank, Piece(document, begin, length)))
             room[full] = 0
             begin, full = begin + length, full + 1
         if begin < end:
-            rest.append((rank, Piece(document, begin, end - begin)))
-    rest.sort(key=lambda entry: -entry[1].count)
+            rest.append((end - begin, rank, Piece(document, begin, end - begin)))
+    rest.sort(key=lambda entry: -entry[0])
     squares = [0] * count
     least = [(0, row) for row, free in enumerate(room) if free]  # a heap of (squares, row)
     narrow: list[tuple[int, int]] = []  # a heap of (-room, row): those with less room than the last document
     nowhere = []
-    for rank, piece in rest:
-        need = piece.count
+    for need, rank, piece in rest:
         while narrow and -narrow[0][0] >= need:
             row = heapq.heappop(narrow)[1]
             heapq.heappush(least, (squares[row], row))
