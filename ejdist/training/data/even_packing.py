@@ -108,8 +108,7 @@ class Even(Shards):
         self._ends = np.cumsum(self._rows_of)
         self.rows_per_epoch = int(self._ends[-1])
         self.tokens_per_row = sum(s.num_tokens for s in shards) / self.rows_per_epoch
-        self._documents = sum(s.num_documents for s in shards)
-        self._divided, self._squares = self._kept(fingerprint, cache_dir)
+        self._facts, self._folder = self._kept(fingerprint, cache_dir)
         self._packed = functools.lru_cache(maxsize=16)(self._pack)
 
     def _place(self, shard: int, number: int) -> Place:
@@ -143,45 +142,52 @@ class Even(Shards):
             for p in rows[row - self._place(shard, w).first]
         ]
 
+    @functools.cached_property
+    def _squares(self) -> np.ndarray:
+        """float32 [rows of an epoch], see `squares`, in the order of windows."""
+        return np.fromfile(self._folder / "squares.bin", np.float32)
+
     def squares(self, numbers: Sequence[int]) -> np.ndarray:
         """Returns of each of those rows the sum of the squares of the lengths of its documents; see `Rows`."""
         places = (divmod(index, self.rows_per_epoch) for index in numbers)
         return self._squares[[self._rows(epoch)[number] for epoch, number in places]].astype(np.float64)
 
     def describe(self) -> list[str]:
-        """Returns a line that says how even the rows are."""
-        spread = self._squares.std(dtype=np.float64) / self._squares.mean(dtype=np.float64)
-        divided, long = self._divided
+        """Returns a line that says how even the rows are, and how many documents are cut."""
+        spread, cut, long = (self._facts[name] for name in ("spread", "cut", "long"))
+        documents = sum(s.num_documents for s in self.shards)
         return [
             "documents lie in rows so that these have even attention (data.packing=even): the sum of the squares of their "
-            f"lengths has a standard deviation of {spread:.2f} of the mean, and {divided:,} of {self._documents:,} documents "
-            f"are cut, {long:,} as they are longer than a row"
+            f"lengths has a standard deviation of {spread:.2f} of the mean, and {cut:,} of {documents:,} documents are cut, "
+            f"{long:,} as they are longer than a row"
         ]
 
-    def _kept(self, fingerprint: str, cache_dir: Path) -> tuple[list[int], np.ndarray]:
-        """Returns ([how many documents are cut, how many of these are longer than a row], float32 [rows of an epoch] in the
-        order of windows, see `squares`), from the cache or found now."""
+    def _kept(self, fingerprint: str, cache_dir: Path) -> tuple[dict[str, Any], Path]:
+        """Returns what is known of an epoch's rows, and the folder with their squares, from the cache or found now."""
         key = json.dumps([self.order, fingerprint, self.length, *self.window_sizes])
         folder = cache_dir / f"rows-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-        facts: dict[str, Any] | None = open_folder(folder)
-        if facts is not None:
-            return facts["divided"], np.fromfile(folder / "squares.bin", np.float32)
-        divided, squares = [0, 0], []
-        for shard, s in enumerate(self.shards):
-            offsets = s.offsets(0, s.num_documents + 1)
-            of_documents, uncut = np.diff(offsets), 0
-            for number in range(self.windows[shard]):
-                place = self._place(shard, number)
-                first, last = np.searchsorted(offsets, place.begin, "right") - 1, np.searchsorted(offsets, place.end)
-                lengths = np.diff(offsets[first : last + 1].clip(place.begin, place.end))
-                rows = even_rows(lengths, np.arange(len(lengths)), self.length, place.count)
-                squares += [sum(piece.count**2 for piece in row) for row in rows]
-                whole = of_documents[first:last].tolist()
-                uncut += sum(piece.count == whole[piece.document] for row in rows for piece in row)
-            divided[0] += int((of_documents > 0).sum()) - uncut
-            divided[1] += int((of_documents > self.length).sum())
-        found = np.array(squares, np.float32)
-        with new_folder(folder) as new, new.file("squares.bin") as out:
-            out.write(found.tobytes())
-            new.facts = {"divided": divided}
-        return divided, found
+        facts = open_folder(folder)
+        if facts is None:
+            cut, long, of_windows = 0, 0, []
+            for shard, s in enumerate(self.shards):
+                offsets = s.offsets(0, s.num_documents + 1)
+                of_documents = np.diff(offsets)
+                long += int((of_documents > self.length).sum())
+                cut += int((of_documents > 0).sum())
+                for number in range(self.windows[shard]):
+                    place = self._place(shard, number)
+                    first, last = (
+                        np.searchsorted(offsets, place.begin, "right") - 1,
+                        np.searchsorted(offsets, place.end),
+                    )
+                    lengths = np.diff(offsets[first : last + 1].clip(place.begin, place.end))
+                    rows = even_rows(lengths, np.arange(len(lengths)), self.length, place.count)
+                    of_windows.append(np.array([sum(piece.count**2 for piece in row) for row in rows], np.float32))
+                    whole = of_documents[first:last].tolist()
+                    cut -= sum(piece.count == whole[piece.document] for row in rows for piece in row)
+            squares = np.concatenate(of_windows)
+            spread = squares.std(dtype=np.float64) / squares.mean(dtype=np.float64)
+            with new_folder(folder) as new, new.file("squares.bin") as out:
+                out.write(squares.tobytes())
+                new.facts = facts = {"cut": cut, "long": long, "spread": float(spread)}
+        return facts, folder
