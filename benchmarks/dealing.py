@@ -66,7 +66,9 @@ def rows_of(packing: str, words: str, tokens: int, count: int) -> Any:
     if packing == "cut":
         return Packing(corpus, tokens, 0)
     with tempfile.TemporaryDirectory() as folder:
-        return Even([CorpusShard(corpus)], tokens, 0, corpus.fingerprint, Path(folder))
+        rows = Even([CorpusShard(corpus)], tokens, 0, corpus.fingerprint, Path(folder))
+        rows.squares([0])  # read before the folder goes
+    return rows
 
 
 def measured(words: str, tokens: int, sizes: tuple[int, int, int], batches: int, linear: float) -> list[dict[str, Any]]:
