@@ -96,10 +96,10 @@ def measured(words: str, tokens: int, sizes: tuple[int, int, int], batches: int,
             "documents": words, "tokens": tokens, "groups": groups, "microbatches": microbatches, "rows": each,
             "packing": packing, "attention_drawn": sums[0] / sums[4], "attention_dealt": sums[2] / sums[4],
             "attention_least": sums[5] / sums[4], "step_drawn": sums[1] / mean, "step_dealt": sums[3] / mean,
-            "attention": sums[4], "ms": seconds / batches * 1e3,
+            "attention_of_cut": sums[4], "ms": seconds / batches * 1e3,
         })  # fmt: skip
     for row in reversed(found):
-        row["attention"] /= found[0]["attention"]
+        row["attention_of_cut"] /= found[0]["attention_of_cut"]
     return found
 
 
@@ -139,7 +139,14 @@ def table(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results["rows"]:
-        names = ("attention_drawn", "attention_dealt", "attention_least", "step_drawn", "step_dealt", "attention")
+        names = (
+            "attention_drawn",
+            "attention_dealt",
+            "attention_least",
+            "step_drawn",
+            "step_dealt",
+            "attention_of_cut",
+        )
         lines.append(
             f"| {r['documents']} | {r['tokens']:,} | {r['groups']} x {r['microbatches']} x {r['rows']} | {r['packing']} | "
             f"{' | '.join(f'{r[name]:.2f}' for name in names)} | {r['ms']:.1f} |"
