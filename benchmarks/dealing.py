@@ -1,8 +1,8 @@
 """`python -m benchmarks.dealing [documents=4096,long_tail,mixture] [tokens=8192,32768,131072] [batches=N] [out=FILE]`: how even
 the rows of a step are over groups of devices and microbatches, as they are drawn and as `data.balance` deals them.
 
-Documents are a mean length (lognormal) or a file of `documents/`; rows of so many tokens hold them in the order of a run, as
-`data.packing=cut` and `even` put them there. In each microbatch all groups wait for the busiest: its work, summed over
+Documents are a mean length (lognormal) or a file of `documents/`. `data.packing=cut` and `even` put them into rows of `tokens`
+tokens, in the order of a run. In each microbatch all groups wait for the busiest: its work, summed over
 microbatches and batches, over the mean. Attention alone, beside what no dealing of whole rows comes below, and the whole step
 of an 8B model, by its FLOPs. `attention of cut`: that of all rows over that of the same documents cut, which grows as fewer are
 cut. Milliseconds are those of a host for a batch: squares of all its rows, and dealing.

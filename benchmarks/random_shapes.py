@@ -167,9 +167,7 @@ def _work(operation: str, options: dict[str, Any]) -> int:
             try:
                 with turns.alone():
                     block = measure(op, prepared.moved(jax.device_put), settings, ceiling)
-            except (
-                Exception
-            ) as error:  # memory that others hold, mostly, which the profiler lacks too; the rest can still be timed
+            except Exception as error:  # mostly memory, which the profiler needs too; other calls can still be timed
                 print(f"{prepared.case.name}: not timed, {first_line(error)}", flush=True)
                 code = 1
                 continue

@@ -105,8 +105,8 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == jnp.dtype(dtype) else jax.device_put(np.asarray(x).astype(jnp.dtype(dtype)))
 
 
-# Normal numbers of a larger array are so many, drawn once and repeated: a billion take a minute. A prime, so that no two rows
-# are equal.
+# An array with more normal numbers than this repeats them: drawing a billion takes a minute. It is a prime, so that rows do not
+# repeat with it.
 DRAWN = 4_194_301
 
 

@@ -280,7 +280,7 @@ def merge_tile(o: Paged) -> tuple[int, int, int]:
     rows = ROWS.get(o.BLOCK_M, 1)
     blocks = triton.cdiv(o.LONGEST * o.C, o.BLOCK_K)
     likely = min(triton.cdiv(o.PIECES, most_tiles(o)), triton.cdiv(blocks, o.LEAST_BLOCKS))
-    # Each program finds its tile anew, so many programs have all columns, and fewer pieces at once.
+    # Every program searches for its tile. Where there are many, each takes all columns, and fewer pieces at once.
     many = most_tiles(o) * o.K * triton.cdiv(o.ROWS, rows) >= MANY_MERGES
     least = MERGED // max(MERGED // PIECES, o.BLOCK_V) if many else PIECES
     pieces = max(least, min(MOST_PIECES if rows == 1 else PIECES, power_of_two(likely)))

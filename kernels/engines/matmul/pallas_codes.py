@@ -169,7 +169,7 @@ def blocks_of(
 
 
 def refusal(block_d: int, D: int, bits: int, group_size: int) -> str | None:
-    """Returns why blocks of so many entries of D (0: none fits) cannot be unpacked, None if they can."""
+    """Returns why blocks of `block_d` entries of D cannot be unpacked, None if they can. 0: no block fits into VMEM."""
     period = period_of(bits)[0]
     if group_size % period and block_d > MOST_CROSSED * group_size:
         return f"groups of {group_size} are no multiple of the {period} codes that lie alike in words of {bits} bits"
