@@ -23,15 +23,6 @@ WIDEST_AHEAD = 8192
 
 
 @triton.jit
-def _load(ptr, offsets, mask, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns CHUNKS tiles of BLOCK_D columns in their own dtype: 16-bit types then take half the registers."""
-    tiles = ()
-    for i in tl.static_range(CHUNKS):
-        tiles = tiles + (tl.load(ptr + offsets + i * BLOCK_D, mask=mask, other=0.0),)
-    return tiles
-
-
-@triton.jit
 def _inside(rows, cols, i, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Returns which entries of chunk i are in the array."""
     return (rows < M)[:, None] & (i * BLOCK_D + cols < D)[None, :]
@@ -39,7 +30,8 @@ def _inside(rows, cols, i, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def _load_row(ptr, offsets, rows, cols, M: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As `_load`, where the last chunk may be cut off."""
+    """Returns CHUNKS tiles of BLOCK_D columns in their own dtype: 16-bit types then take half the registers. The last may be
+    cut off."""
     tiles = ()
     for i in tl.static_range(CHUNKS):
         inside = _inside(rows, cols, i, M, D, BLOCK_D)
@@ -64,7 +56,8 @@ def _factors(weight_ptr, cols, D, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, Z
     """Returns the scales of the chunks of a row."""
     factors = ()
     for i in tl.static_range(CHUNKS):
-        factors = factors + (_factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED),)
+        col = i * BLOCK_D + cols
+        factors = factors + (_factor(weight_ptr, col, col < D, ZERO_CENTERED),)
     return factors
 
 
@@ -171,13 +164,12 @@ def norm_bwd_kernel(
         factors = _factors(weight_ptr, cols, D, CHUNKS, BLOCK_D, ZERO_CENTERED)
     for start in tl.range(program * BLOCK_M, M, PROGRAMS * BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)
-        mask = (rows < M)[:, None] & (cols < D)[None, :]
         offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
-        x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
-        g = _load(d_out_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        x = _load_row(x_ptr, offsets, rows, cols, M, D, CHUNKS, BLOCK_D)
+        g = _load_row(d_out_ptr, offsets, rows, cols, M, D, CHUNKS, BLOCK_D)
         d_stream = g
         if d_stream_ptr is not None:
-            d_stream = _load(d_stream_ptr, offsets, mask, CHUNKS, BLOCK_D)
+            d_stream = _load_row(d_stream_ptr, offsets, rows, cols, M, D, CHUNKS, BLOCK_D)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
         d_rstd = tl.load(d_rstd_ptr + rows, mask=rows < M, other=0.0)
         mean, d_mean = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -218,20 +210,21 @@ def norm_bwd_kernel(
             dx = dx - normal * through_rstd[:, None]
             if d_stream_ptr is not None:
                 dx += d_stream[i].to(tl.float32)
-            tl.store(dx_ptr + offsets + i * BLOCK_D, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            inside = _inside(rows, cols, i, M, D, BLOCK_D)
+            tl.store(dx_ptr + offsets + i * BLOCK_D, dx.to(dx_ptr.dtype.element_ty), mask=inside)
             if narrow_dx_ptr is not None:
                 narrow = dx.to(narrow_dx_ptr.dtype.element_ty)
-                tl.store(narrow_dx_ptr + offsets + i * BLOCK_D, narrow, mask=mask)
+                tl.store(narrow_dx_ptr + offsets + i * BLOCK_D, narrow, mask=inside)
         if dweight_ptr is not None:
             dweight = weight_sums
         if dbias_ptr is not None:
             dbias = bias_sums
     for i in tl.static_range(CHUNKS):
-        index = program * D + i * BLOCK_D + cols
+        col = i * BLOCK_D + cols
         if dweight_ptr is not None:
-            tl.store(dweight_ptr + index, tl.sum(dweight[i], axis=0), mask=cols < D)
+            tl.store(dweight_ptr + program * D + col, tl.sum(dweight[i], axis=0), mask=col < D)
         if dbias_ptr is not None:
-            tl.store(dbias_ptr + index, tl.sum(dbias[i], axis=0), mask=cols < D)
+            tl.store(dbias_ptr + program * D + col, tl.sum(dbias[i], axis=0), mask=col < D)
 
 
 def _threads_hold_all_rows(block_d: int, num_warps: int, itemsize: int) -> bool:
@@ -276,7 +269,7 @@ def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: No
     """Returns the gradients by name."""
     D = x.shape[-1]
     M = x.size // D
-    chunks, block_d = cut.tiles(D)
+    chunks, block_d = cut.backward_tiles(D)
     programs = min(triton.cdiv(M, cfg.backward_block_rows), cfg.backward_programs)
     normalised = x if residual is None else saved.stream
     out_shape = {"dx_ptr": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
@@ -335,7 +328,7 @@ def _read_ahead(call: Call, rows: int) -> int:
     """Returns the maximum number of stages of a backward, so that the next tile or two fit in shared memory. 1 for narrow
     rows, which run in many programs, and for rows so wide that they fill the registers."""
     D = call.dims["D"]
-    chunks, block_d = cut.tiles(D)
+    chunks, block_d = cut.backward_tiles(D)
     if chunks > 1 or D < cut.WIDE or block_d > WIDEST_AHEAD:
         return 1
     x, stream = call.x.dtype.itemsize, jnp.dtype(call.arguments.get("residual", call.x).dtype).itemsize

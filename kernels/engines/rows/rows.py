@@ -41,6 +41,11 @@ def forward_tiles(D: int) -> tuple[int, int]:
     return -(-D // chunk), chunk
 
 
+def backward_tiles(D: int) -> tuple[int, int]:
+    """Returns the same for a backward."""
+    return tiles(D)
+
+
 def is_cut(D: int) -> bool:
     """Returns whether the rows of a forward have chunks of which the last is cut off."""
     chunks, block_d = tiles(D)
