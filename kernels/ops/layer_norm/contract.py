@@ -72,6 +72,7 @@ op = Op(
         Case("no_bias", {"lead": (3, 7), "D": 40}, arrays=("weight",), tags=_SLOW),
         Case("plain", {"lead": (), "D": 33}),
         Case("five_chunks", {"lead": (9,), "D": 1280}, arrays=_BOTH),
+        Case("wide", {"lead": (3,), "D": 8200}, arrays=_BOTH),
         Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=_BOTH, tags=_BENCH | _CODE),
         Case("model_8k", {"lead": (16384,), "D": 8192}, arrays=_BOTH, tags=_BENCH | _CODE),
     ),
