@@ -8,7 +8,8 @@ first backend take part too, by number: what a heuristic is fitted to.
 `workers` processes compile and check their calls side by side, whose inputs then wait in the host's memory. After that each
 call is timed while the others wait, and written at once: a command that is interrupted reports what it has. Other options:
 against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03 only=TEXT (names that contain it) commit=, and budget=0: seconds after
-which no other call is timed, and 0.6 of which no other is prepared; 0 for all of them.
+which no other call is timed, and 0.6 of which no other is prepared; 0 for all of them. To a file that is there calls of a new
+seed are added; those of the same seed are replaced.
 """
 
 from __future__ import annotations
@@ -62,10 +63,37 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(f"against={','.join(sorted(unknown))}: must be of {', '.join(all_peers())}, or none")
     if options["shapes"] < 1 or options["workers"] < 1:
         raise SystemExit("shapes and workers must be at least 1")
-    return _work(words[0], options) if options["part"] else _lead(words[0], options, argv)
+    if options["part"]:
+        return _work(words[0], options)
+    try:
+        before = recorded(Path(options["out"]), words[0], options["dtype"]) if options["out"] else []
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    return _lead(words[0], options, argv, before)
 
 
-def _lead(operation: str, options: dict[str, Any], argv: list[str]) -> int:
+def recorded(path: Path, operation: str, dtype: str) -> list[dict[str, Any]]:
+    """Returns the calls of a file that calls of another seed are to be added to; none where there is no file.
+
+    Raises:
+      ValueError: The file has calls of another operation or dtype.
+    """
+    if not path.exists():
+        return []
+    file = json.loads(path.read_text())
+    if (file["operation"], file["dtype"]) != (operation, dtype):
+        raise ValueError(
+            f"out={path} has calls of {file['operation']} in {file['dtype']}; name another file for {operation} in {dtype}"
+        )
+    return [{"seed": file["seed"], **call} for call in file["calls"]]
+
+
+def together(before: list[dict[str, Any]], seed: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns calls of a seed in the place of earlier ones of it, after those of other seeds."""
+    return [call for call in before if call["seed"] != seed] + [{"seed": seed, **row} for row in rows]
+
+
+def _lead(operation: str, options: dict[str, Any], argv: list[str], before: list[dict[str, Any]]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.random_shapes", *argv]
         environment = dict(os.environ)
@@ -90,14 +118,11 @@ def _lead(operation: str, options: dict[str, Any], argv: list[str]) -> int:
     rows.sort(key=lambda row: row["number"])
     print("\n".join(lines(rows)))
     if options["out"]:
-        path = Path(options["out"])
+        path, seed = Path(options["out"]), options["seed"]
         path.parent.mkdir(parents=True, exist_ok=True)
-        about = {
-            "operation": operation,
-            "seed": options["seed"],
-            "shapes": options["shapes"],
-            "dtype": options["dtype"],
-        }
+        rows = together(before, seed, rows)
+        seeds = sorted({row["seed"] for row in rows})
+        about = {"operation": operation, "seed": seeds, "shapes": options["shapes"], "dtype": options["dtype"]}
         path.write_text(json.dumps({**about, "summary": summary(rows), "calls": rows}, indent=1) + "\n")
         print(f"written to {path}")
     return max(codes, default=0)

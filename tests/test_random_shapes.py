@@ -1,12 +1,13 @@
-"""Turns of the workers of `benchmarks.random_shapes` on one device."""
+"""Turns of the workers of `benchmarks.random_shapes` on one device, and what its files keep."""
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
 
-from benchmarks.random_shapes import Turns, main
+from benchmarks.random_shapes import Turns, main, recorded, together
 
 BRIEFLY, AT_MOST = 0.2, 20.0
 
@@ -46,3 +47,16 @@ def test_nobody_checks_while_one_measures_and_whoever_measures_comes_next(tmp_pa
 def test_wrong_words_end_the_command(words):
     with pytest.raises(SystemExit, match=r"must be|name one"):
         main(words)
+
+
+def test_calls_of_another_seed_are_added_and_those_of_the_same_replaced(tmp_path):
+    path = tmp_path / "calls.json"
+    assert recorded(path, "rms_norm", "bfloat16") == []
+    path.write_text(json.dumps({"operation": "rms_norm", "dtype": "bfloat16", "seed": 3, "calls": [{"case": "a"}]}))
+    before = recorded(path, "rms_norm", "bfloat16")
+    assert together(before, 4, [{"case": "b"}]) == [{"seed": 3, "case": "a"}, {"seed": 4, "case": "b"}]
+    assert together(before, 3, [{"case": "b"}]) == [{"seed": 3, "case": "b"}]
+    kept = path.read_text()
+    with pytest.raises(SystemExit, match="has calls of rms_norm in bfloat16; name another file for flash_attention"):
+        main(["flash_attention", f"out={path}"])
+    assert path.read_text() == kept

@@ -181,11 +181,14 @@ def test_which_calls_gather_by_heads(monkeypatch, tokens, width, groups, scheme,
     assert not taken or calls[0].groups == groups
 
 
-def test_launches_of_a_forward_have_several_heads_side_by_side():
-    assert [groups_of(256, 32, 8, forward) for forward in (True, False)] == [4, 8], (
-        "8 query heads, or those of a key head"
-    )
-    assert [groups_of(64, 32, 8, forward) for forward in (True, False)] == [2, 2], "few tiles"
+@pytest.mark.parametrize(
+    ("tiles", "ranks", "forward", "backward"),
+    [(256, 4, 4, 8), (64, 4, 2, 2), (256, 2, 4, 4), (64, 2, 2, 2), (16, 8, 1, 1)],
+    ids=["many tiles", "few tiles", "few tiles of keys", "two at least", "hardly any tiles"],
+)
+def test_launches_of_groups_have_enough_tiles(tiles, ranks, forward, backward):
+    """Of 32 query heads and 8 of keys: a forward has 8 query heads at least, a backward those of a key head."""
+    assert [groups_of(tiles, ranks, 32, 8, way) for way in (True, False)] == [forward, backward]
 
 
 @pytest.mark.parametrize(("tokens", "part", "side"), [(8192, 0, 32), (32768, 8, 8), (32768, 0, None)])

@@ -14,6 +14,7 @@ from benchmarks import report, sequence, step, timing
 from benchmarks.sequence import calls, devices, pairs, rank, rank_programs
 from benchmarks.sequence.calls import Attention
 from benchmarks.sequence.plans import PLANS
+from benchmarks.sequence.rows import Rows
 from ejdist import Order, make_mesh
 from ejdist.order import NAMES
 from ejdist.sequence import SCHEMES, Ring
@@ -386,3 +387,16 @@ def test_exposed_time_is_of_the_scope_whose_collective_it_is(tmp_path):
         "mfu_causal": None, "arguments_gib": 0, "temporaries_gib": 0, "peak_gib": 0, "compile_seconds": 0, "losses": [1, 1],
     })  # fmt: skip
     assert "| layers/attention/exchange, backward | 0.00 | 0.00 | 25.0% |" in shown
+
+
+def test_what_a_part_cannot_do_hides_nothing_that_another_can():
+    """The whole row may have no room on a device beside a rank whose times are there."""
+
+    def refuses():
+        raise ValueError("no room")
+
+    rows = Rows(lambda text: None)
+    assert rows.add("rank", "whole", lambda: (lambda: 0, (), {"kind": "rank"})) and not rows.add("rank", "row", refuses)
+    assert not rows.add("other", "whole", refuses)
+    assert rows.rows["rank"] == {"kind": "rank", "row_refused": "row: ValueError: no room"}
+    assert rows.rows["other"] == {"refused": "whole: ValueError: no room"}

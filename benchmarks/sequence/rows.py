@@ -35,8 +35,10 @@ class Rows:
             jax.block_until_ready(run(*arguments))  # compiles it too
             self.programs[label, part] = run, arguments
         except Exception as error:  # what one way cannot do is no reason to lose the others
-            row["refused"] = f"{part}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-            self.say(f"{label}, {row['refused']}")
+            # Beside what can be timed, a part that cannot is no reason to hide the rest.
+            name = f"{part}_refused" if any(of == label for of, _ in self.programs) else "refused"
+            row[name] = f"{part}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+            self.say(f"{label}, {row[name]}")
             return False
         row |= about
         error = f", error {about['error']:.1e}" if "error" in about else ""

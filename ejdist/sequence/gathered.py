@@ -31,23 +31,26 @@ from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.flash_attention import joins
 
 Arrays = dict[str, jax.Array]
-# Tiles of queries that a group of heads has at least for each multiprocessor: with fewer, many wait for the last ones. A rank
-# of four with 8,192 packed tokens takes 2.84 ms both ways on an H200 in two groups, and 3.48 in four, of four tiles each.
+# Tiles of queries that a group of heads has at least for each multiprocessor, and in the backward of keys: with fewer, many
+# wait for the last ones. A rank of four with 8,192 packed tokens takes 2.84 ms both ways on an H200 in two groups, and 3.48 in
+# four, of four tiles of queries each. The backward of a rank of two with 32,768 takes 13.4 ms in four groups, of eight tiles of
+# keys each, and 19.3 in eight.
 _TILES = 6
 # Heads of queries that a group has at least in the forward: of 32 heads on 8 of keys and 32,768 packed tokens, groups of 4
 # take 4.93 ms on an H200 and groups of 8 4.60. In the backward they take 14.3 and 14.6.
 _FORWARD_HEADS = 8
 
 
-def groups_of(tiles: int, heads: int, kv_heads: int, forward: bool) -> int:
+def groups_of(tiles: int, ranks: int, heads: int, kv_heads: int, forward: bool) -> int:
     """Returns in how many groups of heads keys come in a direction, at most the heads of keys: as many as leave each enough
-    tiles of queries.
+    tiles. The backward has two wherever tiles of queries are enough for two: of one, nothing would come beside attention.
 
     Args:
-      tiles: of a rank's queries, of all rows.
+      tiles: of a rank's queries, of all rows, and of its keys.
     """
-    most = tiles * heads // (_TILES * MULTIPROCESSORS)
-    most = max(1, min(most, heads // _FORWARD_HEADS) if forward else most)
+    enough = _TILES * MULTIPROCESSORS
+    most, of_keys = tiles * heads // enough, tiles * ranks * kv_heads // enough
+    most = max(1, min(most, heads // _FORWARD_HEADS if forward else max(2, of_keys)))
     return max(n for n in range(1, min(most, kv_heads) + 1) if kv_heads % n == 0)
 
 
@@ -81,7 +84,7 @@ class Gathered:
             return None
         batch, length, heads, _ = local.query.shape
         tiles = batch * length // kernels.tile
-        return cls(local, kernels, groups or groups_of(tiles, heads, sizes["K"], forward))
+        return cls(local, kernels, groups or groups_of(tiles, local.ranks, heads, sizes["K"], forward))
 
     def forward(self) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse); out in the dtype of the queries."""

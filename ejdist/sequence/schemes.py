@@ -87,9 +87,13 @@ class Ring(Scheme):
         return sent
 
     def passes(self, shape: AttentionShape) -> float:
-        # What there is so far is read and written at each hop after the first, in float32, and the sums of gradients.
-        merged = shape.float32 * (shape.forwards * shape.out + shape.query + shape.travelling)
-        return shape.sent_on(self.hops) * (2 * merged + shape.travelling)
+        # What there is so far is read and written at each hop after the first, in float32, and the sums of gradients. Kernels
+        # that add in place round the first of two hops.
+        hops = shape.sent_on(self.hops)
+        rounded = hops == 1 and shape.tiles
+        merged = shape.float32 * (shape.query + shape.travelling)
+        merged += (1 if rounded else shape.float32) * shape.forwards * shape.out
+        return hops * (2 * merged + shape.travelling)
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
         held = _held(
@@ -203,7 +207,7 @@ class AllGather(Scheme):
         """Returns in how many groups of heads keys come, by default in the backward; 0: at once."""
         if not shape.tiles or not shape.sent_on(self.hops) >= min(shape.ranks - 1, shape.hops):
             return 0
-        return self.head_groups or groups_of(shape.tiles, shape.heads, shape.kv_heads, forward)
+        return self.head_groups or groups_of(shape.tiles, shape.ranks, shape.heads, shape.kv_heads, forward)
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
         held = _held(shape, sets=shape.ranks)

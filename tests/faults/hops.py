@@ -222,14 +222,21 @@ FAULTS = (
         "gathered:groups_of",
         "_TILES * MULTIPROCESSORS",
         "MULTIPROCESSORS",
-        f"{IN_PLACE} -k gather_by_heads",
+        f"{IN_PLACE} -k groups_have_enough_tiles",
     ),
     Fault(
         "gathered keys: a launch of the forward may have the heads of one head of keys",
         "gathered:groups_of",
         "$heads // _FORWARD_HEADS",
         "$heads",
-        f"{IN_PLACE} -k several_heads_side_by_side",
+        f"{IN_PLACE} -k groups_have_enough_tiles",
+    ),
+    Fault(
+        "gathered keys: a group of the backward may have few tiles of keys",
+        "gathered:groups_of",
+        "max(2, $of_keys)",
+        "$of_keys + 8",
+        f"{IN_PLACE} -k groups_have_enough_tiles",
     ),
     Fault(
         "gathered keys: eight heads of a launch run side by side",
@@ -306,7 +313,7 @@ FAULTS = (
         "flash_attention/hops:joins",
         "{$width, $value_width} <= {TILE // 2, TILE}",
         "True",
-        f"{IN_PLACE} -k gather_by_heads",
+        f"{IN_PLACE} -k groups_have_enough_tiles",
     ),
     Fault(
         "what a rank adds for its own keys is lost",
