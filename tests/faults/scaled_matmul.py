@@ -10,9 +10,9 @@ GRID = "tests/test_ops.py -k scaled_matmul"
 FAULTS = (
     Fault(
         "scaled matmul: the scale of zeros is zero",
-        "scaled_matmul/formats:quantized",
-        "jnp.where($largest > 0, jnp.maximum($largest * jnp.float32(1 / $most), LEAST), 1.0)",
-        "$largest * jnp.float32(1 / $most)",
+        "scaled_matmul/formats:scale_of",
+        "jnp.where($largest > 0, jnp.maximum($largest * $inverse, LEAST), 1.0)",
+        "$largest * $inverse",
         f"{SCALED} -k numpy",
     ),
     Fault(
@@ -24,16 +24,16 @@ FAULTS = (
     ),
     Fault(
         "scaled matmul: an infinity is hidden by its scale",
-        "scaled_matmul/formats:quantized",
-        "$scale = jnp.where($whole, $scale, jnp.nan)",
-        "$scale = jnp.where($whole, $scale, 1.0)",
+        "scaled_matmul/formats:scale_of",
+        "jnp.where(jnp.isfinite($largest), $scale, jnp.nan)",
+        "jnp.where(jnp.isfinite($largest), $scale, 1.0)",
         f"{SCALED} -k hidden",
     ),
     Fault(
         "scaled matmul: a scale that devices flush to zero",
-        "scaled_matmul/formats:quantized",
-        "jnp.maximum($largest * jnp.float32(1 / $most), LEAST)",
-        "$largest * jnp.float32(1 / $most)",
+        "scaled_matmul/formats:scale_of",
+        "jnp.maximum($largest * $inverse, LEAST)",
+        "$largest * $inverse",
         f"{SCALED} -k least",
     ),
     Fault(
