@@ -53,7 +53,8 @@ def _put_largest(x: jax.Array, of_rows: Any, of_columns: Any) -> None:
 
 
 def _normed(x_ref: Any, norm: Sequence[Any]) -> jax.Array:
-    """Returns a tile in float32, or its norm (references to rstd [rows, 1] and to the weight), rounded as it would be written."""
+    """Returns a tile in float32, or its norm, rounded as it would be written. `norm`: rstd [rows, 1] and the weight [1, columns],
+    or nothing."""
     x = x_ref[...].astype(jnp.float32)
     for factor in norm:
         x = x * factor[...].astype(jnp.float32)
@@ -66,8 +67,8 @@ def largest_of_rows_and_columns_kernel(x_ref, *refs):
 
 
 def quantize_rows_and_columns_kernel(x_ref, by_row, by_column, *refs):
-    """`by_row` and `by_column`: what numbers are multiplied by. None is past the end of the dtype: a product that is larger than
-    its largest number is so by a rounding, and is rounded to it."""
+    """`by_row` and `by_column`: what numbers are multiplied by. Nothing is clipped: a product past the largest number of the
+    dtype is so by a rounding, and is rounded to it."""
     *norm, values, turned = refs
     x = _normed(x_ref, norm)
     values[...] = (x * by_row[...]).astype(values.dtype)
