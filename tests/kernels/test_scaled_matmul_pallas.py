@@ -164,7 +164,7 @@ def run(operation, arrays, **options):
 
 
 def alike(got, want):
-    """Compares numbers of which a few may be one rounding apart: factors in another order, erf beside erfc. NaN is NaN in both."""
+    """Compares numbers of which a few may be one rounding apart: factors in another order, erf beside erfc."""
     for g, w in zip(got, want, strict=True):
         g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
         differs = ~((g == w) | (np.isnan(g) & np.isnan(w)))

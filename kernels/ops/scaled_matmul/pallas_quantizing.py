@@ -53,8 +53,8 @@ def _put_largest(x: jax.Array, of_rows: Any, of_columns: Any) -> None:
 
 
 def _normed(x_ref: Any, norm: Sequence[Any]) -> jax.Array:
-    """Returns a tile in float32, or its norm, rounded as it would be written. `norm`: rstd [rows, 1] and the weight [1, columns],
-    or nothing."""
+    """Returns a tile in float32, or its norm, rounded as it would be written. `norm`: nothing, or rstd [rows, 1] and the weight
+    [1, columns]."""
     x = x_ref[...].astype(jnp.float32)
     for factor in norm:
         x = x * factor[...].astype(jnp.float32)
