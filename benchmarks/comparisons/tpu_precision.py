@@ -2,11 +2,12 @@
 
     python -m benchmarks.comparisons.tpu_precision [tpus=tpu7x,v6e] [precisions=bf16,fp8_row] [layers=matrix,mlp]
 
-It prints a table, and needs no TPU. Of XLA's instructions the cycles are the compiler's own estimates. Of a Pallas kernel, of
-which it has none, they are the larger of two: the bundles of its schedule, each of which takes at least a cycle, times the steps
-of its grid; and the bytes that it declares over those that memory moves in a cycle, by data sheets. "products": XLA's, with what
-it computes as it writes them. "kernels": Pallas', in brackets how many. "rest": XLA's other passes. A program is compiled in a
-process of its own, as the compiler reads where to write its schedules when it is loaded.
+It prints a table, and needs no TPU. Of what XLA computes the cycles are the compiler's own estimates. Of a Pallas kernel it has
+none, and they are the larger of two: the bundles of its schedule, each of which takes at least a cycle, times the steps of its
+grid; and the bytes that it declares over those that memory moves in a cycle, by data sheets. "products": XLA's, with what it
+computes as it writes them. "kernels": Pallas', in brackets how many. "rest": XLA's other passes. A program is compiled in a
+process of its own, as the compiler reads where to write its schedules when it is loaded. Of v5p, two cores of which are one
+device, it says nothing.
 
 `matrix` is a matrix of 4096 x 12288 and 8,192 rows; `mlp` a gated MLP of these sizes after a norm, as in an 8B model.
 """
@@ -29,9 +30,9 @@ from unittest import mock
 from benchmarks.comparisons.tpu_schedules import COMPILE, bundles
 
 M, D, F = 8192, 4096, 12288
-# Devices of a chip, and cycles a second that a device's peak in bfloat16 stands for.
-CORES = {"v5e": 1, "v5p": 1, "v6e": 1, "tpu7x": 2}
-CYCLES = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+# Cores of a chip, and cycles a second that its peak in bfloat16 stands for.
+CORES = {"v5e": 1, "v6e": 1, "tpu7x": 2}
+CYCLES = {"v5e": 1.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
 ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 UNKNOWN = 2**60  # what it says of an instruction that it does not estimate
 
@@ -110,24 +111,25 @@ def compiled(layer: str, precision: str, topology: str, folder: str) -> None:
     kind = ahead_of_time.tpu_topology(topology).devices[0].device_kind
     rate = memory_rate(kind) / CORES[generation] / CYCLES[generation]
     text = made.as_text()
-    schedules = {  # by the name of the instruction, and of equal kernels that are one, by what it returns
+    schedules = {  # by the name of the instruction
         match[1]: sum(n for depth, n in bundles(path.read_text()).items() if depth)
         for path in sorted(Path(folder).glob("*-final_bundles.txt"))
         if (match := re.search(r"\d-(\w+_kernel(?:\.\d+)?)-\d+-final_bundles", path.name))
     }
-    found, alike = {"products": 0.0, "kernels": 0.0, "launched": 0, "rest": 0.0}, {}
+    found, kernels, alike = {"products": 0.0, "kernels": 0.0, "launched": 0, "rest": 0.0}, [], {}
     for line in text[text.index("\nENTRY") :].splitlines():
         estimate = ESTIMATE.search(line)
         if estimate and int(estimate[1]) < UNKNOWN:
             found["products" if "kind=kOutput" in line else "rest"] += int(estimate[1])
-        if "tpu_custom_call" not in line:
-            continue
-        name, shape = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) custom-call\(", line).groups()
-        base, shapes = name.split(".")[0], tuple(re.findall(r"\w+\[([\d,]+)\]", shape))
-        operands = line.split("custom_call_target")[0].count("%") - 1
+        if "tpu_custom_call" in line:
+            name, shape = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) custom-call\(", line).groups()
+            operands = line.split("custom_call_target")[0].count("%") - 1
+            kernels.append((name.split(".")[0], tuple(re.findall(r"\w+\[([\d,]+)\]", shape)), operands))
+            if name in schedules:  # equal kernels have one
+                alike[kernels[-1]] = schedules[name]
+    for base, shapes, operands in kernels:
         (launch, *_) = [call for call in calls if (call.name, call.shapes) == (base, shapes)]
-        each = alike.setdefault((base, shapes, operands), schedules.get(name))
-        found["kernels"] += max(each * launch.steps, launch.nbytes / rate)
+        found["kernels"] += max(alike[base, shapes, operands] * launch.steps, launch.nbytes / rate)
         found["launched"] += 1
     print(json.dumps(found))
 

@@ -360,8 +360,8 @@ FAULTS = (
     Fault(
         "quantised both ways, Pallas: the cotangent of up has the magnitudes of gate's",
         "pallas_quantizing:cotangents",
-        "*_quantised(*$made[3:], $cfg)",
-        "*_quantised($made[3], *$made[1:3], $cfg)",
+        "_quantised($made[3], $made[4:], $cfg)",
+        "_quantised($made[3], $made[1:3], $cfg)",
         f"{PALLAS} -k activation",
     ),
     Fault(

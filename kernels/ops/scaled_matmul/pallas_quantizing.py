@@ -97,9 +97,9 @@ def cotangents_and_largest_kernel(gate_ref, up_ref, d_ref, *refs, activation):
 
 
 def _tile(rows: int, columns: int, cfg: ScaledMatmulConfig) -> tuple[int, int]:
-    """Returns the rows and columns of a tile: as many as the configuration has, of those that divide these."""
-    widths = [n for n in range(LANES, cfg.block_n + 1, LANES) if columns % n == 0]
-    return math.gcd(rows, cfg.block_m), widths[-1]
+    """Returns the rows and columns of a tile: as many as the configuration has, 128 at least, of those that divide these."""
+    tall, wide = (max(LANES, size or LANES) for size in (cfg.block_m, cfg.block_n))
+    return math.gcd(rows, tall), max(n for n in range(LANES, wide + 1, LANES) if columns % n == 0)
 
 
 def _spec(bm: int, bn: int) -> pl.BlockSpec:
@@ -153,15 +153,14 @@ def _largest(
 
 def _quantised(
     x: jax.Array,
-    of_rows: jax.Array,
-    of_columns: jax.Array,
+    largest: Sequence[jax.Array],
     cfg: ScaledMatmulConfig,
     dtype: str = E4M3,
     matrices: int = 1,
     norm: Sequence[jax.Array] = (),
 ) -> Operand:
     """Returns the operands of x [M, D], or of its norm, given its largest magnitudes."""
-    M, D = x.shape
+    (M, D), (of_rows, of_columns) = x.shape, largest
     rows = M // matrices
     bm, bn = _tile(rows, D, cfg)
     more, more_specs = _of_norm(norm, bm, bn)
@@ -197,14 +196,14 @@ def both_ways(
     """Returns the operands of x [M, D], with a scale for each row: `quantize_both_ways` with entries=None; or those of the norm
     of x, given rstd [M] and the weight [D]."""
     largest = _largest(largest_of_rows_and_columns_kernel, [x], 0, 2, cfg, x.shape[0] // matrices, norm)
-    return _quantised(x, *largest, cfg, dtype, matrices, norm)
+    return _quantised(x, largest, cfg, dtype, matrices, norm)
 
 
 def activated(gate: jax.Array, up: jax.Array, activation: str, cfg: ScaledMatmulConfig) -> Operand:
     """Returns the operands of activation(gate) * up."""
     how = {"activation": activation}
     product, *largest = _largest(activate_and_largest_kernel, [gate, up], 1, 8, cfg, gate.shape[0], **how)
-    return _quantised(product, *largest, cfg)
+    return _quantised(product, largest, cfg)
 
 
 def cotangents(
@@ -213,4 +212,4 @@ def cotangents(
     """Returns the operands of the cotangents of gate and of up."""
     how = {"activation": activation}
     made = _largest(cotangents_and_largest_kernel, [gate, up, d], 2, 18, cfg, gate.shape[0], **how)
-    return *_quantised(*made[:3], cfg), *_quantised(*made[3:], cfg)
+    return *_quantised(made[0], made[1:3], cfg), *_quantised(made[3], made[4:], cfg)
