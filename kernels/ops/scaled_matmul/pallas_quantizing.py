@@ -62,13 +62,15 @@ def _normed(x_ref: Any, norm: Sequence[Any]) -> jax.Array:
 
 
 def largest_of_rows_and_columns_kernel(x_ref, *refs):
+    """Writes the largest magnitudes of a tile, or of its norm."""
     *norm, of_rows, of_columns = refs
     _put_largest(_normed(x_ref, norm), of_rows, of_columns)
 
 
 def quantize_rows_and_columns_kernel(x_ref, by_row, by_column, *refs):
-    """`by_row` and `by_column`: what numbers are multiplied by. Nothing is clipped: a product past the largest number of the
-    dtype is so by a rounding, and is rounded to it."""
+    """Writes both operands, x times `by_row` and `by_column`.
+
+    Nothing is clipped: a product past the largest number of the dtype is so by a rounding, and is rounded to it."""
     *norm, values, turned = refs
     x = _normed(x_ref, norm)
     values[...] = (x * by_row[...]).astype(values.dtype)
@@ -76,6 +78,7 @@ def quantize_rows_and_columns_kernel(x_ref, by_row, by_column, *refs):
 
 
 def activate_and_largest_kernel(gate_ref, up_ref, out_ref, of_rows, of_columns, *, activation):
+    """Writes activation(gate) * up, and its largest magnitudes."""
     act = activation_in_vmem(activation)(gate_ref[...].astype(jnp.float32))
     out = (act * up_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
     out_ref[...] = out
@@ -83,6 +86,7 @@ def activate_and_largest_kernel(gate_ref, up_ref, out_ref, of_rows, of_columns, 
 
 
 def cotangents_and_largest_kernel(gate_ref, up_ref, d_ref, *refs, activation):
+    """Writes the cotangents of gate and of up, each with its largest magnitudes."""
     act, pull = jax.vjp(activation_in_vmem(activation), gate_ref[...].astype(jnp.float32))
     d = d_ref[...].astype(jnp.float32)
     for wide, (out_ref, *largest) in zip(
