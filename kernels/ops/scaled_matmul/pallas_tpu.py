@@ -2,6 +2,7 @@
 
 Dense products with scales of whole rows are XLA's, which scales what leaves the matrix unit too. Operands stay in 8 bits until
 there: TPU7x multiplies them at twice its rate of bfloat16; on v5e, v5p and v6e the matrix units read them as bfloat16.
+What quantises operands with scales of whole rows is in `pallas_quantizing.py`.
 """
 
 from __future__ import annotations
