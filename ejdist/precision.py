@@ -41,11 +41,14 @@ class Precision:
     speed: of the products, over those in bfloat16; passes: bytes that are moved for a number of an operand that is made. Both
     are of steps of a 1B and of ten layers of an 8B on an H200 (benchmarks/results/steps/*_fp8_*), beside the same in bfloat16;
     passes of blocks and rows are also what the kernels move of an operand both ways, 4 and 6 bytes for two.
+    on_tpus: kinds of TPUs whose compiler estimates a layer to take fewer cycles than in bfloat16, with what its operands take
+    (kernels/ops/scaled_matmul/README.md); no TPU has run one.
     """
 
     scaling: str
     gradients: str = _FINE
     on_gpus: bool = True
+    on_tpus: tuple[str, ...] = ()
     speed: float = 1.6
     passes: float = 7.0
 
@@ -54,7 +57,7 @@ PRECISIONS = {
     # One scale for an array leaves small gradients no bits of e4m3 (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
     "fp8_tensor": Precision("tensor", _WIDE),
     # One kernel makes both operands of an array, after another has read its largest magnitudes or written them with it.
-    "fp8_row": Precision("row", speed=1.7, passes=3.0),
+    "fp8_row": Precision("row", on_tpus=("TPU7x",), speed=1.7, passes=3.0),
     # e4m3 both ways (DeepSeek-AI, DeepSeek-V3, 2024, section 3.3); one kernel makes both operands of an array.
     "fp8_block": Precision("block", speed=1.7, passes=2.0),
     # OCP Microscaling Formats (MX) 1.0, 2023: no tensor core of Hopper takes its scales.
@@ -114,13 +117,14 @@ def check_device(precision: str, device: Any) -> None:
     """Raises ValueError for a precision that a device computes no faster than bfloat16; CPUs compute all, for tests."""
     if precision == BF16 or device.platform == "cpu":
         return
-    capability = str(getattr(device, "compute_capability", ""))
-    if capability == "9.0" and PRECISIONS[precision].on_gpus:
+    gpu = str(getattr(device, "compute_capability", "")) == "9.0"
+    tpu = device.device_kind if device.platform == "tpu" else None
+    faster = [name for name, p in PRECISIONS.items() if (gpu and p.on_gpus) or tpu in p.on_tpus]
+    if precision in faster:
         return
-    others = [name for name, p in PRECISIONS.items() if p.on_gpus]
-    what = f"use {BF16} or {', '.join(others)}" if capability == "9.0" else f"use model.precision={BF16}"
+    what = f"use {BF16} or {', '.join(faster)}" if faster else f"use model.precision={BF16}"
     lacks = "has no kernel for its products, which would be slower than in bfloat16"
-    if device.platform == "tpu":
+    if tpu:
         lacks = "takes longer for its products and their operands than for products in bfloat16"
     raise ValueError(f"model.precision = {precision}: {device.device_kind} {lacks}; {what}")
 

@@ -431,7 +431,9 @@ def test_frozen_matrices_are_refused():
             "fp8_row",
             "TPU v5p takes longer for its products and their operands than .* use model.precision=bf16",
         ),
+        ("TPU7x", None, "fp8_block", "TPU7x takes longer for its products and .* use bf16 or fp8_row$"),
         ("NVIDIA H200", "9.0", "fp8_row", None),
+        ("TPU7x", None, "fp8_row", None),
         ("TPU v5p", None, "bf16", None),
     ],
 )

@@ -10,7 +10,8 @@ forward keeps, and its forward is not run; "keeping" is the forward of a differe
   both branches of a condition count. Of attention over pages they are those for a page, all inside the loops over blocks of
   keys, for one query of 32 heads or for 64. "JAX" is JAX's own kernel (`ragged_paged_attention`), with as many keys a block and
   queries a tile.
-  Of products in 8 bits they are those for 128 x 128 x 128 entries.
+  Of products in 8 bits they are those for 128 x 128 x 128 entries, and of what makes their operands for 128 x 128; the kernel
+  that writes these runs once for each array that is quantised.
 - Bytes are those that every instruction of the program reads from main memory and writes to it. Of an operand that is only
   sliced or gathered from, they are what is taken. Beside them stands how many times what the operation declares (`Op.work`)
   that is, with what is kept for the backward where that is written or read.
@@ -46,8 +47,13 @@ CASES = (
     "scaled_matmul:block_8192",
     "scaled_grouped_matmul:qwen3_down",
     "scaled_grouped_matmul:mixtral_up_rows",
+    "quantize_both_ways:mlp_8k_rows",
+    "normalize_both_ways:model_2k_rows",
+    "activate_both_ways:mlp_8k_rows",
+    "activation_cotangents:mlp_8k_rows",
 )
 SCALED = ("scaled_matmul", "scaled_grouped_matmul")
+QUANTIZING = ("quantize_both_ways", "normalize_both_ways", "activate_both_ways", "activation_cotangents")
 JAXS = "JAX"  # the direction of JAX's own kernel
 COMPILE = "compile"  # how a process of one program is called
 BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s+(?:\w\w)?\s*:\s*(>*)\s*\{")
@@ -132,6 +138,7 @@ def bundles(schedule: str) -> Counter[int]:
 
 def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float]:
     """Returns (how often the loop in a step of the grid runs, its heads of 128 tokens or of one, or its tiles of channels)."""
+    import kernels
     from kernels.engines.scan import pallas_decode, pallas_delta_calls, pallas_dplr_calls, pallas_linear_calls
     from kernels.ops.scaled_matmul import pallas_tpu as scaled_tiles
     from kernels.ops.state_space import pallas_conv, pallas_conv_calls
@@ -142,6 +149,9 @@ def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float
     if call.op_name in SCALED:
         cfg = scaled_tiles.heuristic(call, "tpu")
         return 1, cfg.block_m * cfg.block_n * scaled_tiles.depth_of(call) / 128**3
+    if call.op_name in QUANTIZING:
+        cfg = kernels.operations()[call.op_name].backends["pallas_tpu"].heuristic(call, "tpu")
+        return 1, cfg.block_m * cfg.block_n / 128**2
     if call.op_name == "causal_conv1d":
         span = chunk or pallas_conv_calls.SPANS[0]
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
@@ -269,7 +279,7 @@ def directions(case: str) -> tuple[str, ...]:
 
     backend = operations()[case.split(":")[0]].backends["pallas_tpu"]
     if backend.backward is None:
-        return ("forward",) if case.split(":")[0] in SCALED else ("forward", JAXS)
+        return ("forward",) if case.split(":")[0] in SCALED + QUANTIZING else ("forward", JAXS)
     return ("forward", "backward") if backend.keeps is None else ("forward", "keeping", "backward")
 
 

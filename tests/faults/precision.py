@@ -247,8 +247,8 @@ FAULTS = (
     Fault(
         "8 bits: any device has every precision",
         "check_device",
-        'if $capability == "9.0" and PRECISIONS[$precision].on_gpus:\n    return',
-        "return",
+        "($gpu and $p.on_gpus) or $tpu in $p.on_tpus",
+        "True",
         f"{TESTS} -k device",
     ),
     Fault(

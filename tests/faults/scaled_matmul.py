@@ -10,9 +10,9 @@ GRID = "tests/test_ops.py -k scaled_matmul"
 FAULTS = (
     Fault(
         "scaled matmul: the scale of zeros is zero",
-        "scaled_matmul/formats:quantized",
-        "jnp.where($largest > 0, jnp.maximum($largest * jnp.float32(1 / $most), LEAST), 1.0)",
-        "$largest * jnp.float32(1 / $most)",
+        "scaled_matmul/formats:scale_of",
+        "jnp.where($largest > 0, jnp.maximum($largest * $inverse, LEAST), 1.0)",
+        "$largest * $inverse",
         f"{SCALED} -k numpy",
     ),
     Fault(
@@ -24,16 +24,16 @@ FAULTS = (
     ),
     Fault(
         "scaled matmul: an infinity is hidden by its scale",
-        "scaled_matmul/formats:quantized",
-        "$scale = jnp.where($whole, $scale, jnp.nan)",
-        "$scale = jnp.where($whole, $scale, 1.0)",
+        "scaled_matmul/formats:scale_of",
+        "jnp.where(jnp.isfinite($largest), $scale, jnp.nan)",
+        "jnp.where(jnp.isfinite($largest), $scale, 1.0)",
         f"{SCALED} -k hidden",
     ),
     Fault(
         "scaled matmul: a scale that devices flush to zero",
-        "scaled_matmul/formats:quantized",
-        "jnp.maximum($largest * jnp.float32(1 / $most), LEAST)",
-        "$largest * jnp.float32(1 / $most)",
+        "scaled_matmul/formats:scale_of",
+        "jnp.maximum($largest * $inverse, LEAST)",
+        "$largest * $inverse",
         f"{SCALED} -k least",
     ),
     Fault(
@@ -335,5 +335,40 @@ FAULTS = (
         "jnp.where($expert[$v] < 0, 0, $end[$v])",
         "$end[$v]",
         f"{PALLAS} -k rows_of_a_group",
+    ),
+    Fault(
+        "quantised both ways, Pallas: a row has the scale of its last tile",
+        "pallas_quantizing:_put_largest",
+        "jnp.where(pl.program_id(1) == 0, $most, jnp.maximum($of_rows[...], $most))",
+        "$most",
+        f"{PALLAS} -k all_of_their_tiles",
+    ),
+    Fault(
+        "quantised both ways, Pallas: NaN is no large number",
+        "pallas_quantizing:_put_largest",
+        "jnp.minimum($bits, INFINITY)",
+        "jnp.where($bits > INFINITY, 0, $bits)",
+        f"{PALLAS} -k all_of_their_tiles",
+    ),
+    Fault(
+        "quantised both ways, Pallas: columns of every matrix have the scales of the first",
+        "pallas_quantizing:_quantised",
+        "lambda $i, $j: (lax.div($i, $rows // $bm), 0, $j)",
+        "lambda $i, $j: (0, 0, $j)",
+        f"{PALLAS} -k all_of_their_tiles",
+    ),
+    Fault(
+        "quantised both ways, Pallas: the cotangent of up has the magnitudes of gate's",
+        "pallas_quantizing:cotangents",
+        "_quantised($made[3], $made[4:], $cfg)",
+        "_quantised($made[3], $made[1:3], $cfg)",
+        f"{PALLAS} -k activation",
+    ),
+    Fault(
+        "quantised both ways, Pallas: a norm is not rounded as it would be written",
+        "pallas_quantizing:_normed",
+        "$x.astype($x_ref.dtype).astype(jnp.float32) if $norm else $x",
+        "$x",
+        f"{PALLAS} -k norm",
     ),
 )

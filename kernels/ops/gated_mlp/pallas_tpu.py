@@ -12,25 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_of, activation_op, work_of_activation
+from kernels.engines.matmul.pallas_activations import activation_in_vmem
+from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_op, work_of_activation
 from kernels.toolchains.pallas import pallas_launch
 
 # Memory for a kernel's blocks and temporaries, and elements of a block. The smallest default limit of a chip is 16 MiB.
 MOST_COLS, ELEMENTS = 2048, 128 * 1024
 
 
-def _function(name):
-    # Mosaic supports erf, but not erfc, which jax.nn.gelu uses.
-    return (lambda x: 0.5 * x * (1 + jax.lax.erf(x * 0.7071067811865476))) if name == "gelu" else activation_of(name)
-
-
 def gated_activation_fwd_kernel(gate_ref, up_ref, out_ref, *, activation):
-    act = _function(activation)(gate_ref[...].astype(jnp.float32))
+    act = activation_in_vmem(activation)(gate_ref[...].astype(jnp.float32))
     out_ref[...] = (act * up_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
 
 
 def gated_activation_bwd_kernel(gate_ref, up_ref, d_ref, d_gate_ref, d_up_ref, *, activation):
-    act, pull = jax.vjp(_function(activation), gate_ref[...].astype(jnp.float32))
+    act, pull = jax.vjp(activation_in_vmem(activation), gate_ref[...].astype(jnp.float32))
     d = d_ref[...].astype(jnp.float32)
     d_gate_ref[...] = pull(d * up_ref[...].astype(jnp.float32))[0].astype(d_gate_ref.dtype)
     d_up_ref[...] = (d * act).astype(d_up_ref.dtype)

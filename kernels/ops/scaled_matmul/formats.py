@@ -57,6 +57,14 @@ def _in_blocks(x: jax.Array, block: tuple[int, int]) -> jax.Array:
     return x.reshape(x.shape[0] // rows, rows, x.shape[1] // width, width)
 
 
+def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the scales of blocks, float32, given their largest magnitudes: infinity for those with an infinity or NaN."""
+    # A product: XLA turns a division by a constant into one, on some devices.
+    inverse = jnp.float32(1 / float(jnp.finfo(dtype).max))
+    scale = jnp.where(largest > 0, jnp.maximum(largest * inverse, LEAST), 1.0)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
 def quantized(x: jax.Array, block: tuple[int, int], dtype: Any, exponents: bool) -> tuple[jax.Array, jax.Array]:
     """Returns (values, scales) of x [M, D] in blocks of that many rows and entries; see `quantize_scaled`."""
     largest_value = float(jnp.finfo(dtype).max)
@@ -69,9 +77,7 @@ def quantized(x: jax.Array, block: tuple[int, int], dtype: Any, exponents: bool)
         scale = jnp.where(largest > 0, jnp.clip(power + 127, 1, 254), 127)
         scale = jnp.where(whole, scale, 255).astype(jnp.uint8)
     else:
-        # A product: XLA turns a division by a constant into one, on some devices.
-        scale = jnp.where(largest > 0, jnp.maximum(largest * jnp.float32(1 / largest_value), LEAST), 1.0)
-        scale = jnp.where(whole, scale, jnp.nan)
+        scale = scale_of(jnp.where(whole, largest, jnp.inf), dtype)
     # One division a block instead of one a number.
     ratio = jnp.clip(parts * (1 / powers(scale))[:, None, :, None], -largest_value, largest_value)
     return ratio.astype(dtype).reshape(x.shape), scale

@@ -2,6 +2,7 @@
 
 Dense products with scales of whole rows are XLA's, which scales what leaves the matrix unit too. Operands stay in 8 bits until
 there: TPU7x multiplies them at twice its rate of bfloat16; on v5e, v5p and v6e the matrix units read them as bfloat16.
+What quantises operands with scales of whole rows is in `pallas_quantizing.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from kernels.framework.work import Work, nbytes
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
 from kernels.ops.scaled_matmul.formats import step_of
 from kernels.ops.scaled_matmul.grouped import check_scales, grouped_op
+from kernels.ops.scaled_matmul.pallas_quantizing import activated, both_ways, cotangents
+from kernels.ops.scaled_matmul.quantizing import activate_op, both_ways_op, cotangents_op, norm_both_ways_op, rstd_of
 from kernels.toolchains.pallas import pallas_launch
 
 LANES = 128
@@ -208,4 +211,48 @@ for _op, _function, _rejects in ((op, forward, rejects), (grouped_op, grouped, r
         rejects=_rejects,
         heuristic=heuristic,
         candidates=_choices,
+    )
+
+
+# -- quantisation along both dims --------------------------------------------------------------------------------------
+
+
+def quantise(x, rows, turned_rows, entries, matrices, dtype, cfg):
+    return both_ways(x, dtype, cfg, matrices)
+
+
+def normalise(x, weight, eps, entries, cfg):
+    rstd = rstd_of(x, eps)
+    return *both_ways(x, "float8_e4m3fn", cfg, norm=(rstd, weight)), rstd
+
+
+def activate(gate, up, activation, entries, cfg):
+    return activated(gate, up, activation, cfg)
+
+
+def activation_cotangents(gate, up, d, activation, entries, cfg):
+    return cotangents(gate, up, d, activation, cfg)
+
+
+def rejects_blocks(call):
+    if call.entries is not None:
+        return "scales of blocks are XLA's: on TPUs products with them take longer than in bfloat16"
+    return "an array has no elements" if 0 in call.dims.values() else None
+
+
+for _op, _function, _columns in (
+    (both_ways_op, quantise, 2048),
+    (norm_both_ways_op, normalise, 2048),
+    (activate_op, activate, 1024),
+    (cotangents_op, activation_cotangents, 1024),
+):
+    _op.register(
+        _function,
+        platforms={"tpu"},
+        dtypes={"float32", "bfloat16"},
+        rejects=rejects_blocks,
+        heuristic=lambda call, platform, columns=_columns: ScaledMatmulConfig(
+            block_m=256, block_n=columns * 2 // jnp.dtype(call.dtype).itemsize
+        ),
+        candidates=lambda call: [ScaledMatmulConfig(block_m=m, block_n=n) for m, n in ((256, 1024), (128, 1024))],
     )
