@@ -230,6 +230,10 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         why.setdefault("sequence.window_scheme", "no layer has a window")
     if parts <= PARTS.keys() and not model.latent.kv_rank:
         why.setdefault("sequence.latents", "no layer has latent attention")
+    if model.rope_scaling and model.rope_factor == 1 and model.rope_attention_factor is None and not recipe.curriculum:
+        why["model.rope_scaling"] = (
+            "model.rope_factor = 1 stretches no position; give how many times longer rows become"
+        )
     if recipe.data.packing != "whole" and not recipe.curriculum:
         why["data.too_long"] = f"data.packing = {recipe.data.packing} cuts what is longer than a row"
     if not recipe.lora.rank:

@@ -262,6 +262,8 @@ LATENT += ["model.latent.kv_rank=16", "model.latent.rope_dim=8"]
         ([*LATENT, "model.ffn_dim=64", "model.head_dim=16", "model.num_kv_heads=1"], [5, 6]),
         (["mesh.sp=2", "sequence.latents=always", "sequence.window_scheme=halo"], [1, 2]),
         (["mesh.sp=2", "model.layer_pattern=[window]", "model.sliding_window=8", "sequence.window_scheme=halo"], []),
+        (["model.rope_scaling=linear"], [0]),
+        (["model.rope_scaling=linear", "model.rope_factor=2"], []),
         (["data.too_long=skip", "data.packing=even"], [0]),
         (["data.too_long=skip", "data.packing=whole"], []),
         # What a run refuses anyway: it says that alone.
