@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ejdist import make_mesh, ring_attention, rms_norm, set_layout
@@ -135,7 +135,8 @@ def test_a_dim_that_is_misspelt_is_refused():
 
 def test_what_a_mesh_does_not_have_is_named():
     """An axis of a layout that is misspelt, and the one that a sequence is split over by default."""
-    mesh, q = jax.make_mesh((2, 2), ("data", "seq")), jnp.ones((2, 8, 2, 8))
+    q = jnp.ones((2, 8, 2, 8))
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     layout = (
         r"has the axes 'data', and nothing .* over them \(the layout in force names 'dta', which is no axis of it\)"
     )
