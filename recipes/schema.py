@@ -226,14 +226,11 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         effective = {"order", "stripe", "verify", *(("scheme", "buffer") if blocks else ())}
         ways = [f"sequence.{f.name}" for f in dataclasses.fields(recipe.sequence) if f.name not in effective]
         why = dict.fromkeys(ways, reason) | why
-    if parts <= PARTS.keys() and model.sliding_window is None:
-        why.setdefault("sequence.window_scheme", "no layer has a window")
-    if parts <= PARTS.keys() and not model.latent.kv_rank:
-        why.setdefault("sequence.latents", "no layer has latent attention")
+    idle = {"window_scheme": model.sliding_window is None, "latents": not model.latent.kv_rank}
+    if parts <= PARTS.keys():  # of a plugin's part it is not known
+        why = {f"sequence.{name}": "no layer has what it is about" for name in idle if idle[name]} | why
     if model.rope_scaling and model.rope_factor == 1 and model.rope_attention_factor is None and not recipe.curriculum:
-        why["model.rope_scaling"] = (
-            "model.rope_factor = 1 stretches no position; give how many times longer rows become"
-        )
+        why["model.rope_scaling"] = "model.rope_factor = 1 stretches nothing; give how many times longer rows become"
     if recipe.data.packing != "whole" and not recipe.curriculum:
         why["data.too_long"] = f"data.packing = {recipe.data.packing} cuts what is longer than a row"
     if not recipe.lora.rank:
