@@ -248,7 +248,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, 
         (["sequence.scheme=ulysses", "sequence.outer=tree"], ["sequence.outer = 'tree'", "all_gather"]),
         (
             ["sequence.scheme=ulysses", "sequence.head_groups=3", "mesh.sp=2"],
-            ["'ulysses'", "3 groups", "head_groups=1"],
+            ["'ulysses'", "3 groups", "head_groups=2"],
         ),
         (["model.num_kv_heads=3"], ["model.num_heads = 4", "model.num_kv_heads = 3"]),
         (["model.vocab_size=100"], ["model.vocab_size = 100", "257"]),

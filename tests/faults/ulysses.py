@@ -158,8 +158,8 @@ FAULTS = (
     Fault(
         "the nearest number of groups is not one that divides",
         "undivided",
-        "math.gcd($heads // $ranks, $groups)",
-        "$groups",
+        "$own % $n == 0",
+        "True",
         f"{ULYSSES} -k refused",
     ),
     Fault(
