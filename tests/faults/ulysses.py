@@ -158,7 +158,7 @@ FAULTS = (
     Fault(
         "the nearest number of groups is not one that divides",
         "undivided",
-        "$own % $n == 0",
+        "math.gcd($own, $n) == $n",
         "True",
         f"{ULYSSES} -k refused",
     ),
