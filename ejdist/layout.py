@@ -60,9 +60,15 @@ class Layout:
         known = {a for table in (self.activations, self.parameters) for axes in table.values() for a in axes} | {*also}
         strange = [a for a, size in mesh.shape.items() if size > 1 and a not in known]
         if strange:
+            lacks = sorted(known - {*mesh.shape})
+            absent = (
+                ""
+                if self is DEFAULT or not lacks
+                else f" (the layout in force names {lacks[0]!r}, which is no axis of it)"
+            )
             raise ValueError(
                 f"the mesh {dict(mesh.shape)} has the axes {', '.join(map(repr, strange))}, and nothing says which dims are "
-                "sharded over them, so every device would do all the work. Declare a layout, such as "
+                f"sharded over them{absent}, so every device would do all the work. Declare a layout, such as "
                 "ejdist.set_layout(B=('data',), N='model', K='model', F='model', V='model'), or give in_specs; to replicate "
                 "over an axis: set_layout(..., replicated=('name',))"
             )

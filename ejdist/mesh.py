@@ -288,4 +288,7 @@ def check_axis(axis_name: str, mesh: Any = None) -> None:
         return
     mesh = current_mesh() if mesh is None else mesh
     if mesh is not None and axis_name not in mesh.axis_names:
-        raise ValueError(f"argument 'axis_name' = {axis_name!r} is not an axis of the mesh {dict(mesh.shape)}")
+        raise ValueError(
+            f"argument 'axis_name' = {axis_name!r} is not an axis of the mesh {dict(mesh.shape)}: name the one that splits the "
+            "sequence, or declare it once, ejdist.set_layout(T=AXIS)"
+        )

@@ -68,7 +68,7 @@ class Order:
             if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
                 raise ValueError(f"an order's {what}, an integer, got {n!r}")
         if self.shards < 1:
-            raise ValueError(f"an order needs at least one shard, got {self.shards}")
+            raise ValueError(f"an order's 'shards' must be at least 1 rank, got {self.shards}")
         if self.stripe < 1:
             raise ValueError(f"an order's 'stripe' must be at least 1 token, got {self.stripe}")
         if self.stripe > 1 and self.name not in STRIPES:

@@ -147,7 +147,8 @@ def script(o: Options, arguments: Sequence[str]) -> str:
     return "\n".join(
         [
             "#!/usr/bin/env bash",
-            f"# Made by python -m launch.slurm for {o.nodes} nodes of {o.tasks} processes. Queue it with sbatch.",
+            f"# Made by python -m launch.slurm for {o.nodes} nodes of {o.tasks} process{'es' * (o.tasks > 1)}. "
+            "Queue it with sbatch.",
             *lines,
             "set -u",
             f'export {START}="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"  # of which all processes of this start are',

@@ -234,8 +234,9 @@ def run(options: dict[str, Any]) -> None:
     todo, share = {unit.name for unit in plan.todo}, plan.units[part::parts]
     mine = [unit for unit in share if unit.name in todo]
     before = len(share) - len(mine)
+    size = sum(u.size for u in share) / 1e6
     print(
-        f"{len(share)} shard{'s' * (len(share) != 1)} from {sum(u.size for u in share) / 1e6:,.0f} MB"
+        f"{len(share)} shard{'s' * (len(share) != 1)} from {size:,.{0 if size >= 1 else 3}f} MB"
         + (f" (part {part} of {parts})" if parts > 1 else "")
         + (f", {before} of them done already" if before else ""),
         flush=True,

@@ -67,6 +67,8 @@ def _devices_of(sizes: dict[str, int], cpu_devices: int) -> int:
 # Each one costs memory and threads.
 _MOST_CPUS = 512
 
+_SIDE_BY_SIDE = "xla_cpu_enable_concurrency_optimized_scheduler"
+
 # In XLA's thread pool, for programs with collectives.
 _LEAST_THREADS = 16
 
@@ -96,6 +98,10 @@ def start_jax(recipe, command: str = "launch.train") -> None:
         # In one process any order is fine, but a device that waits in a collective blocks a thread of XLA's pool, which has
         # as many as cores or devices: with more pending collectives than threads, all may wait for a device without one.
         os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, 4 * devices, os.cpu_count() or 1)))
+        # XLA begins transfers that do not wait for each other side by side, and takes one for the other: a hybrid in a zigzag
+        # of short rows over four devices ended in its first step.
+        if _SIDE_BY_SIDE not in (flags := os.environ.get("XLA_FLAGS", "")):
+            os.environ["XLA_FLAGS"] = f"{flags} --{_SIDE_BY_SIDE}=false".strip()
     join(recipe.cluster, command, recipe.run.dir)
 
 

@@ -22,6 +22,7 @@ from ejdist.models.decoder import DecoderConfig, decoder_type
 from ejdist.models.parts import PARTS
 from ejdist.models.stack import counted_parts
 from ejdist.registered import LOSS, OPTIMIZER, PluginError, entry_of, grown, sections_of
+from ejdist.sections import validate
 from ejdist.sequence.schemes import SCHEMES
 from ejdist.training.attending import by_scheme
 from ejdist.training.curriculum import is_of, named, unused
@@ -34,7 +35,7 @@ from recipes.hostile import secret_in, too_many_values
 from recipes.plugins import check_loaded, load_plugins
 from recipes.published import check as check_published
 from recipes.published import fill, leaves
-from recipes.variant_words import variant
+from recipes.variant_words import variant, within
 from recipes.words import TOLD, meaning
 
 __all__ = [
@@ -162,7 +163,7 @@ def check_overrides(overrides: Sequence[str], config_dir: Path | None = None) ->
             inside = [k for k in keys if k.startswith(f"{name}.")]
             if inside:
                 raise RecipeError(f"{name!r} is a section; set one of its keys: {', '.join(inside)}")
-            meant = meaning(name, [*keys, *GROUPS])
+            meant = within(name, keys) or meaning(name, [*keys, *GROUPS])
             raise RecipeError(
                 f"unknown key {name!r}"
                 + (f"; {meant}" if meant else _nearest(name, [*keys, *GROUPS]) or "; --help lists the keys")
@@ -183,6 +184,10 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
     """Returns a sentence for each key of a command line that nothing reads beside the other keys of its recipe. It is reported,
     not refused: the next run of a sweep may read it, and models set more keys than all of their layers need."""
     model = recipe.model
+    try:
+        validate(model)
+    except ValueError:  # the run refuses it in a sentence of its own, and what its layers read cannot be told
+        return []
     parts = model.part_names()
     why = {}
     if "experts" not in parts:
@@ -221,6 +226,13 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         effective = {"order", "stripe", "verify", *(("scheme", "buffer") if blocks else ())}
         ways = [f"sequence.{f.name}" for f in dataclasses.fields(recipe.sequence) if f.name not in effective]
         why = dict.fromkeys(ways, reason) | why
+    idle = {"window_scheme": model.sliding_window is None, "latents": not model.latent.kv_rank}
+    if parts <= PARTS.keys():  # of a plugin's part it is not known
+        why = {f"sequence.{name}": "no layer has what it is about" for name in idle if idle[name]} | why
+    if model.rope_scaling and model.rope_factor == 1 and model.rope_attention_factor is None and not recipe.curriculum:
+        why["model.rope_scaling"] = "model.rope_factor = 1 stretches nothing; give how many times longer rows become"
+    if recipe.data.packing != "whole" and not recipe.curriculum:
+        why["data.too_long"] = f"data.packing = {recipe.data.packing} cuts what is longer than a row"
     if not recipe.lora.rank:
         why["lora."] = "lora.rank = 0 trains all parameters"
     if recipe.optimizer.schedule != "wsd":

@@ -1,9 +1,10 @@
-"""What other trainers call the variants of our groups: `model=llama3_8b`, `cluster=slurm`."""
+"""What other trainers call the variants of our groups, `model=llama3_8b`; and the key that a section may mean."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 # Variants of groups by other names, and what to do about a name that no variant has.
 _VARIANTS = {
@@ -57,3 +58,11 @@ def variant(group: str, given: str, known: Collection[str]) -> str | None:
     if best in known:
         return f"did you mean {group}={best}?"
     return _ELSE.get(group)
+
+
+def within(name: str, keys: Sequence[str]) -> str:
+    """Returns the nearest key of a section within a section, model.gla or optimizer.muon, that a wrong key names."""
+    section, _, last = name.rpartition(".")
+    lasts = [k.rpartition(".")[2] for k in keys if "." in section and k.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(last, lasts, n=1, cutoff=0.5)
+    return f"did you mean {f'{section}.{near[0]}'!r}?" if near else ""

@@ -180,6 +180,9 @@ def test_processes_of_cpu_devices_read_no_program_from_a_cache(monkeypatch, argu
         jax.config.update("jax_enable_compilation_cache", True)
 
 
+IN_TURN = "--xla_cpu_enable_concurrency_optimized_scheduler"
+
+
 @pytest.mark.parametrize(
     ("arguments", "asked", "least"),
     [
@@ -198,6 +201,24 @@ def test_whoever_waits_in_a_collective_leaves_threads_for_the_others(monkeypatch
     train.start_jax(compose(arguments))
     threads = os.environ.pop("PJRT_NPROC", None)
     assert threads == asked if least is None else int(threads) >= least
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "flags"),
+    [
+        (["mesh.sp=4"], "", [f"{IN_TURN}=false"]),
+        (["mesh.sp=4"], f"{IN_TURN}=true", [f"{IN_TURN}=true"]),
+        (["mesh.sp=1"], "", []),
+    ],
+)
+def test_virtual_devices_begin_one_transfer_after_the_other(monkeypatch, words, given, flags):
+    """Unless the flags of a user say otherwise."""
+    monkeypatch.setattr(train, "join", lambda *_: None)
+    count = "--xla_force_host_platform_device_count=8"  # as this process was started
+    monkeypatch.setenv("XLA_FLAGS", f"{count} {given}".strip())
+    monkeypatch.setenv("PJRT_NPROC", "16")
+    train.start_jax(compose(words))
+    assert os.environ["XLA_FLAGS"].split() == [count, *flags]
 
 
 @pytest.mark.slow

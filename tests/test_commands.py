@@ -239,13 +239,17 @@ def test_a_key_that_takes_a_text_has_the_letters_that_are_typed(text):
     assert compose(["run.seed=1_0", "data.source=null"]).run.seed == 10
 
 
+LATENT = ["model.layer_pattern=[latent]", "model.qk_norm=false"]
+LATENT += ["model.latent.kv_rank=16", "model.latent.rope_dim=8"]
+
+
 @pytest.mark.parametrize(
     ("words", "idle"),
     [
         (["experts.chunks=2", "optimizer.decay_fraction=0.2"], [0, 1]),
         (["optimizer.schedule=wsd", "optimizer.decay_fraction=0.2", "optimizer.final_ratio=0.5"], []),
         (["optimizer.schedule=constant", "optimizer.final_ratio=0.5"], [1]),
-        (["model.layer_pattern=[experts]", "model.ffn_dim=64", "experts.chunks=2", "model.head_dim=16"], [1, 2]),
+        (["model=moe_nano", "model.ffn_dim=64", "experts.chunks=2", "model.head_dim=16"], [1, 2]),
         (["recipe=moe", "experts.exchange=fp8", "sequence.head_groups=2"], [2]),
         (["recipe=moe", "mesh.ep=1", "experts.exchange=fp8", "experts.load_every=5", "sequence.verify=null"], [2]),
         (["mesh=single", "sequence.order=zigzag", "sequence.verify=first_batch"], [1]),
@@ -255,8 +259,16 @@ def test_a_key_that_takes_a_text_has_the_letters_that_are_typed(text):
         (["model=sparse_nano", "sequence.scheme=ulysses", "sequence.hops=batch", "sequence.order=zigzag"], [1, 2]),
         (["model=sparse_nano", "sequence.scheme=group_cast", "sequence.buffer=1", "sequence.hops=mask"], [3]),
         (["model=sparse_nano", "model.layer_pattern=[sparse,full]", "sequence.scheme=ulysses"], []),
-        (["model.layer_pattern=[latent]", "model.ffn_dim=64", "model.head_dim=16", "model.num_kv_heads=1"], [2, 3]),
-        (["model.layer_pattern=[nothing]", "model.ffn_dim=64"], [1]),  # which the run refuses
+        ([*LATENT, "model.ffn_dim=64", "model.head_dim=16", "model.num_kv_heads=1"], [5, 6]),
+        (["mesh.sp=2", "sequence.latents=always", "sequence.window_scheme=halo"], [1, 2]),
+        (["mesh.sp=2", "model.layer_pattern=[window]", "model.sliding_window=8", "sequence.window_scheme=halo"], []),
+        (["model.rope_scaling=linear"], [0]),
+        (["model.rope_scaling=linear", "model.rope_factor=2"], []),
+        (["data.too_long=skip", "data.packing=even"], [0]),
+        (["data.too_long=skip", "data.packing=whole"], []),
+        # What a run refuses anyway: it says that alone.
+        (["model.layer_pattern=[nothing]", "model.ffn_dim=64"], []),
+        (["model.layer_pattern=[gated_delta+mlp]", "model.ffn_dim=64"], []),
     ],
 )
 def test_a_key_that_nothing_reads_is_told(words, idle):

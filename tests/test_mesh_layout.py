@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from ejdist import make_mesh
+from ejdist import make_mesh, ring_attention, rms_norm, set_layout
 from ejdist.layout import ACTIVATIONS, PARAMETERS, axes_of_specs, constrain, gather, on_mesh, replicated, sharding, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import AXES, axis_is_bound, current_mesh, mesh_shape, slices_of
@@ -131,6 +131,19 @@ def test_a_dim_that_is_misspelt_is_refused():
     """No axis would split it, so every device would hold all of the array."""
     with pytest.raises(ValueError, match="parameter gate has the dims 'Dd F', but 'Dd' is not in the vocabulary"):
         sharding(make_mesh(fsdp=2), ("Dd", "F"), PARAMETERS, shape=(8, 8), what="parameter gate")
+
+
+def test_what_a_mesh_does_not_have_is_named():
+    """An axis of a layout that is misspelt, and the one that a sequence is split over by default."""
+    q = jnp.ones((2, 8, 2, 8))
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    layout = (
+        r"has the axes 'data', and nothing .* over them \(the layout in force names 'dta', which is no axis of it\)"
+    )
+    with set_layout(B="dta", T="seq"), pytest.raises(ValueError, match=layout):
+        rms_norm(jnp.ones((2, 8, 8)), mesh=mesh)
+    with pytest.raises(ValueError, match=r"'axis_name' = 'sp' is not an axis .* name the one that splits the sequence"):
+        ring_attention(q, q, q, causal=True, mesh=mesh)
 
 
 def test_specs_say_where_dims_are():

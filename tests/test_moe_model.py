@@ -350,7 +350,7 @@ def given_to_moe(c):
         ("deepseek", {}, {"rotary_dim": 4}, "model.rotary_dim applies to plain attention"),
         ("qwen3", {}, {"rotary_dim": 5}, "model.rotary_dim = 5 must be even, positive and at most model.head_dim"),
         ("deepseek", {}, {"latent": LatentShape()}, "model.latent.kv_rank must be positive"),
-        ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope_dim=3)}, "model.latent.rope_dim = 3 even"),
+        ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope_dim=3)}, "model.latent.rope_dim = 3 must be even"),
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, norm_eps=0.0)}, "model.latent.norm_eps must be positive"),
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope=False)}, "rope_scaling = 'yarn' is RoPE's, and with"),
         ("nemotron", {}, {"rope_base": 5e5}, "model.rope_base = 500000.0 is RoPE's, and with model.attention_rope = false no"),

@@ -483,6 +483,17 @@ def test_what_it_says_of_eight_chips(capsys):
             ["devices=8", "device=h200", "recipe=moe", "mesh.ep=8", "experts.dispatch=local"],
             "experts.dispatch = 'local'",
         ),
+        (
+            [
+                "devices=4",
+                "device=h200",
+                "model=hybrid_nano",
+                "model.num_layers=4",
+                "mesh.sp=4",
+                "sequence.order=balanced",
+            ],
+            "sequence.order = 'balanced' is another one for each row, and layers with gated_delta have no form for it",
+        ),
         (["topology=v5p:2x2x1", "slices=0"], "slices must be a number from 1 on"),
         (["topology=v5p:2x2x1", "slices=2", "mesh.fsdp=8"], "only mesh.dp crosses the network"),
         (["devices=8", "device=h200", "slices=2"], "slices= is for TPUs"),

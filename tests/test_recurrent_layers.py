@@ -13,7 +13,7 @@ from recurrent_layers_loop import LAYERS
 from small_recurrences import IDS, KINDS, config, drawn, layer
 from small_run import TINY, losses
 
-from ejdist import Unsupported, make_mesh
+from ejdist import make_mesh
 from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 from ejdist.models import parts
 from ejdist.models.parameters import Param, initialise, map_declared
@@ -286,8 +286,9 @@ def test_sizes_that_make_no_layer_are_refused_by_their_key(kind, changes, said):
     [
         ([], {"tp": 4}, ValueError,
          "model.gated_delta.num_key_heads: dim K = 2 cannot be divided over tp=4; make it a multiple of 4"),
-        (["sequence.order=balanced"], {"sp": 2}, Unsupported,
-         "causal_conv1d: its result depends on the order of the tokens, and they are in order 'balanced' over 2 ranks"),
+        (["sequence.order=balanced"], {"sp": 2}, ValueError,
+         "sequence.order = 'balanced' is another one for each row, and layers with gated_delta have no form for it: use "
+         "contiguous, zigzag, striped or auto"),
     ],
 )  # fmt: skip
 def test_a_mesh_or_an_order_that_a_recurrence_has_no_form_for(changes, mesh, error, said):

@@ -531,9 +531,12 @@ def test_compile_tpu_shards_over_a_topology():
     assert compiled.memory_analysis().argument_size_in_bytes == 64 * 128 * 4 // 8
 
 
-def test_an_unknown_topology_is_named():
+def test_an_unknown_topology_is_named(monkeypatch):
     with pytest.raises(ValueError, match="'topology' = 'v5x:9x9'"):
         checks.tpu_topology("v5x:9x9")
+    monkeypatch.setattr(checks, "_has_libtpu", lambda: False)
+    with pytest.raises(RuntimeError, match=r"needs libtpu: pip install 'ejdist\[tpu\]'"):  # plans are predicted then
+        checks.tpu_topology("v5x:8x8")
 
 
 SIDE_BY_SIDE = """

@@ -183,7 +183,7 @@ SHAPE = AttentionShape((("sp", 2),), 1, 800, 400, 400, 800, 16, 8, 4, 2)
         (lambda: scheme_of("all_gather", outer="ring"), ["sequence.outer = 'ring'", "'all_gather'"]),
         (
             lambda: call_of(Ulysses(head_groups=3), 8, sp=2),
-            ["ring_attention: 8 heads over sp=2 are 4", "head_groups=1"],
+            ["ring_attention: 8 heads over sp=2 are 4", "head_groups=2"],
         ),
         (lambda: call_of(Ulysses(), 12, sp=8), ["12 heads on a device", "sp=8", "mesh.sp=4 mesh.cp=2", "'ring'"]),
         (lambda: call_of(Ulysses(), 12, sp=4, cp=2), None),

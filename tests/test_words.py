@@ -57,6 +57,7 @@ def own_options():
         ("model=gpt2", "a downloaded model is model=hf model.init_from=FOLDER"),
         ("model=huggingface", "did you mean model=hf?"),
         ("model.init_from_folder=x", "did you mean 'model.init_from'?"),
+        ("model.gated_delta.heads=4", "did you mean 'model.gated_delta.num_key_heads'?"),
         ("add_bos_token=true", "did you mean 'data.bos'? auto follows the tokenizer's folder"),
         ("data=c4", "data.source=hf:NAME"),
         ("cluster=slurm", "did you mean cluster=auto?"),

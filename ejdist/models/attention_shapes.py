@@ -33,11 +33,10 @@ class LatentShape:
                 raise ValueError(f"model.latent.{name} must be positive, got {getattr(self, name)}")
         if self.norm_eps is not None and not LEAST <= self.norm_eps <= MOST:
             raise ValueError(f"model.latent.norm_eps must be positive, or null for model.norm_eps, got {self.norm_eps}")
-        if self.query_rank < 0 or (self.rope and self.rope_dim % 2):
-            raise ValueError(
-                f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "
-                f"{self.rope_dim} even: rotary embedding rotates pairs"
-            )
+        if self.query_rank < 0:
+            raise ValueError(f"model.latent.query_rank must be 0, for none, or positive, got {self.query_rank}")
+        if self.rope and self.rope_dim % 2:
+            raise ValueError(f"model.latent.rope_dim = {self.rope_dim} must be even: rotary embedding rotates pairs")
 
 
 @dataclass(unsafe_hash=True)

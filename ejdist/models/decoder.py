@@ -108,6 +108,7 @@ def model_of(c: DecoderShape) -> Model:
         pictures={"experts.png": draw_load} if "experts" in c.part_names() else {},
         cached=cached(c),
         mixed=has_experts(c),
+        fixed=tuple(name for name, part in parts_of(c).items() if part.fixed_order),
     )
 
 

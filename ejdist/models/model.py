@@ -171,7 +171,8 @@ class Model:
     flops: of each part of each layer, and of the head. split: key of the section -> (dim, size) that must divide over a mesh.
     base: how the frozen parameters among the buffers are stored (`ejdist.models.lora.Base`); None where all parameters are
     trained. pictures: file in the run's folder -> function (rows of metrics.jsonl, path) that draws it.
-    cached: how it generates. mixed: whether it has experts.
+    cached: how it generates. mixed: whether it has experts. fixed: names of its parts that have no form for an order that
+    each row brings (`Part.fixed_order`).
     """
 
     declared: Any
@@ -192,6 +193,7 @@ class Model:
     base: Any = None
     cached: Cached | None = None
     mixed: bool = False
+    fixed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_declared("parameter", self.declared)

@@ -218,12 +218,13 @@ def undivided(heads: int, axis: str, ranks: int, groups: int, outer: int = 1) ->
         most = math.gcd(heads, ranks)
         nearest = f"mesh.{axis}={most} mesh.cp={outer * ranks // most} divides, or " if most > 1 else ""
         return (
-            f"{heads} heads on a device cannot be divided over {axis}={ranks}: the ranks of that axis must be a divisor of "
-            f"{heads}, with the rest of the sequence over one before it; {nearest}use scheme 'ring'"
+            f"{heads} head{'s' * (heads > 1)} on a device cannot be divided over {axis}={ranks}: the ranks of that axis must "
+            f"be a divisor of {heads}, with the rest of the sequence over one before it; {nearest}use scheme 'ring'"
         )
-    if (heads // ranks) % groups:
+    if (own := heads // ranks) % groups:
+        nearest = max(n for n in range(1, min(own, groups) + 1) if math.gcd(own, n) == n)
         return (
-            f"{heads} heads over {axis}={ranks} are {heads // ranks} on a rank, which cannot be cut into {groups} groups; use "
-            f"head_groups={math.gcd(heads // ranks, groups)}"
+            f"{heads} heads over {axis}={ranks} are {own} on a rank, which cannot be cut into {groups} groups; use "
+            f"head_groups={nearest}"
         )
     return None

@@ -59,8 +59,10 @@ class CheckpointSection:
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
-        if self.every < 0 or self.keep < 1:
-            raise ValueError(f"checkpoint.every must be >= 0 and checkpoint.keep >= 1, got {self.every}, {self.keep}")
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every must be >= 0 steps, 0 for the end alone, got {self.every}")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep must be >= 1, the latest checkpoint, got {self.keep}")
         for key in ("minutes", "keep_every", "keep_hours", "local_every"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(f"checkpoint.{key} must be 0, for none, or positive, got {getattr(self, key)}")

@@ -166,17 +166,18 @@ def all_matrices(declared: Any, section: MuonSection, placed: Any = None) -> Any
     Raises:
       ValueError: `optimizer.muon.also` names a parameter that is no matrix, or none; or nothing is a matrix.
     """
-    names: dict[str, bool] = dict.fromkeys(section.also, False)
+    names: list[str] = []
 
     def one(path: str, param: Param) -> Matrices | None:
-        name = path.rpartition(".")[2]
-        if name in names:
-            names[name] = True
-        return matrices_of(path, param, name in names)
+        names.append(path.rpartition(".")[2])
+        return matrices_of(path, param, names[-1] in section.also)
 
     tree = map_declared(one, declared)
-    if unknown := [name for name, exists in names.items() if not exists]:
-        raise ValueError(f"optimizer.muon.also names {unknown[0]!r}, and the model has no such parameter")
+    if unknown := [name for name in section.also if name not in names]:
+        raise ValueError(
+            f"optimizer.muon.also names {unknown[0]!r}, which is no parameter of the model: it has "
+            f"{', '.join(sorted({*names}))}"
+        )
     if not any(isinstance(x, Matrices) for x in _leaves(tree)):
         raise ValueError(
             "optimizer.name = muon has no matrix of a layer to take: adapters, and layers that declare no `Param.inputs`, are "

@@ -20,7 +20,7 @@ from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
-from ejdist.order import Order, platform_of
+from ejdist.order import AUTO, CARRIED, NAMES, Order, platform_of
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
 from ejdist.sequence.section import SequenceSection
@@ -230,6 +230,11 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     length, rows = s.data.sequence_length, s.data.global_batch
     order = s.sequence.over(MeshSection.sequence_shards(mesh), length, platform_of(mesh))
     order.check(length)
+    if order.carried and model.fixed:
+        raise ValueError(
+            f"sequence.order = {order.name!r} is another one for each row, and layers with {model.fixed[0]} have no form "
+            f"for it: use {', '.join(name for name in NAMES if name not in CARRIED)} or {AUTO}"
+        )
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     groups = groups_of(mesh)

@@ -122,7 +122,7 @@ FAULTS = (
     Fault(
         "a name that the model has not is dropped",
         "all_matrices",
-        "[$name for $name, $exists in $names.items() if not $exists]",
+        "[$name for $name in section.also if $name not in $names]",
         "[]",
         REFUSED,
     ),

@@ -158,8 +158,8 @@ FAULTS = (
     Fault(
         "the nearest number of groups is not one that divides",
         "undivided",
-        "math.gcd($heads // $ranks, $groups)",
-        "$groups",
+        "math.gcd($own, $n) == $n",
+        "True",
         f"{ULYSSES} -k refused",
     ),
     Fault(

@@ -283,8 +283,8 @@ def tpu_topology(name: str, slices: int = 1) -> Any:
         try:
             return topologies.get_topology_desc(platform="tpu", topology_name=name, **several)
         except Exception as error:
-            if "libtpu" in str(error).lower() and not _has_libtpu():
-                raise RuntimeError("compiling for TPU needs libtpu: pip install 'ejdist[test]'") from None
+            if not _has_libtpu():
+                raise RuntimeError("compiling for TPU needs libtpu: pip install 'ejdist[tpu]'") from None
             raise ValueError(
                 f"argument 'topology' = {name!r} is not available ({str(error).splitlines()[0]}); "
                 f"use for example {', '.join(TPU_TOPOLOGIES)}"
