@@ -29,6 +29,7 @@ KEYS, RULES = "which part a key of the model section is of", "which part a rule 
 ELSEWHERE = {
     ("ejdist/planning/step_time.py", "attention"): "a term of the step's time",
     ("launch/__main__.py", "local"): "a command",
+    ("benchmarks/comparisons/tpu_precision.py", "mlp"): "three products after a norm",
     ("benchmarks/random_shapes.py", "none"): "no peers",
     ("launch/cluster.py", "local"): "a kind of cluster",
     ("recipes/variant_words.py", "local"): "a variant of a group",
