@@ -39,6 +39,10 @@ MORE: dict[str, tuple[float, str]] = {
         120,
         "three branches: kernels of its own in Triton and in Pallas, and those of flash attention, interpreted and compiled",
     ),
+    "scaled_matmul": (
+        60,
+        "products, dense and of groups, and six ways to make their operands; in Triton, Gluon and Pallas, interpreted and compiled",
+    ),
     "layer_norm": (60, "two operations on three backends, and a third with a projection"),
     "state_space": (110, "three operations, each with documents, packed sequences and states, and on meshes"),
     "recurrent": (100, "two operations, one of them with three cells and two directions"),
