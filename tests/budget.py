@@ -41,7 +41,8 @@ MORE: dict[str, tuple[float, str]] = {
     ),
     "scaled_matmul": (
         60,
-        "products, dense and of groups, and six ways to make their operands; in Triton, Gluon and Pallas, interpreted and compiled",
+        "products, dense and of groups, and six ways to make their operands; in Triton, Gluon and Pallas, interpreted and "
+        "compiled",
     ),
     "layer_norm": (60, "two operations on three backends, and a third with a projection"),
     "state_space": (110, "three operations, each with documents, packed sequences and states, and on meshes"),
