@@ -19,8 +19,8 @@ NARROWEST_CUT, FEW_CHUNKS, FEW, MOST_IDLE = 256, 2048, 5, 1.125
 CHUNK_AND_WARPS = (1024, 4), (2048, 8)
 
 # From here on measured for RMS norms in bfloat16 on an H200 (benchmarks/comparisons/results/norm_tiles_h200.json). The backward
-# splits rows that one tile would pad by more into chunks of so many columns, up to so wide rows: rows of 4,376 entries then take
-# 0.90 of the time of one tile, of 5,376 0.96, of 9,216 0.78, of 11,264 0.79, of 18,432 0.52 and of 25,600 0.51.
+# splits rows that one tile would pad by more into chunks of so many columns, up to so wide rows: rows of 4,376 entries then
+# take 0.90 of the time of one tile, of 5,376 0.96, of 9,216 0.78, of 11,264 0.79, of 18,432 0.52 and of 25,600 0.51.
 BACKWARD_CHUNKS = ((5 * 1024, 1024), (7 * 2048, 2048), (7 * 4096, 4096))
 # A thread loads 8 bytes of each chunk of 16-bit numbers, and 16 where there are so few chunks of so many columns: of three
 # chunks, rows of 3,000 and 5,568 entries take 0.78 and 0.72 of the time so.
