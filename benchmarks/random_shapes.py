@@ -8,8 +8,8 @@ first backend take part too, by number: what a heuristic is fitted to.
 `workers` processes compile and check their calls side by side, whose inputs then wait in the host's memory. After that each
 call is timed while the others wait, and written at once: a command that is interrupted reports what it has. Other options:
 against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03 only=TEXT (names that contain it) commit=, and budget=0: seconds after
-which no other call is timed, and 0.6 of which no other is prepared; 0 for all of them. To a file that is there calls of a new
-seed are added; those of the same seed are replaced.
+which no other call is timed, and 0.6 of which no other is prepared; 0 for all of them. Calls are added to
+those in the file; a call that is measured again, by its seed and name, takes the place of the earlier one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def recorded(path: Path, operation: str, dtype: str) -> list[dict[str, Any]]:
-    """Returns the calls of a file that calls of another seed are to be added to; none where there is no file.
+    """Returns the calls of a file, to which others are to be added; none where there is no file.
 
     Raises:
       ValueError: The file has calls of another operation or dtype.
@@ -89,8 +89,11 @@ def recorded(path: Path, operation: str, dtype: str) -> list[dict[str, Any]]:
 
 
 def together(before: list[dict[str, Any]], seed: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns calls of a seed in the place of earlier ones of it, after those of other seeds."""
-    return [call for call in before if call["seed"] != seed] + [{"seed": seed, **row} for row in rows]
+    """Returns the earlier calls that were not measured again, then those of this seed."""
+    again = {(seed, row["case"]) for row in rows}
+    return [call for call in before if (call["seed"], call["case"]) not in again] + [
+        {"seed": seed, **row} for row in rows
+    ]
 
 
 def _lead(operation: str, options: dict[str, Any], argv: list[str], before: list[dict[str, Any]]) -> int:

@@ -64,7 +64,7 @@ class Layout:
             absent = (
                 ""
                 if self is DEFAULT or not lacks
-                else f" (the layout in force names {lacks[0]!r}, which is no axis of it)"
+                else f" (the layout names the axis {lacks[0]!r}, which this mesh does not have)"
             )
             raise ValueError(
                 f"the mesh {dict(mesh.shape)} has the axes {', '.join(map(repr, strange))}, and nothing says which dims are "

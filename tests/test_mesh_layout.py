@@ -137,9 +137,7 @@ def test_what_a_mesh_does_not_have_is_named():
     """An axis of a layout that is misspelt, and the one that a sequence is split over by default."""
     q = jnp.ones((2, 8, 2, 8))
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
-    layout = (
-        r"has the axes 'data', and nothing .* over them \(the layout in force names 'dta', which is no axis of it\)"
-    )
+    layout = r"has the axes 'data', and nothing .* over them \(the layout names the axis 'dta', which this mesh does not have\)"
     with set_layout(B="dta", T="seq"), pytest.raises(ValueError, match=layout):
         rms_norm(jnp.ones((2, 8, 8)), mesh=mesh)
     with pytest.raises(ValueError, match=r"'axis_name' = 'sp' is not an axis .* name the one that splits the sequence"):

@@ -249,7 +249,8 @@ def test_what_it_cannot_do_is_refused_in_a_sentence():
         "optimizer.muon.also=[attention_norm]",
     )
     refused(
-        r"also names 'routr', which is no parameter of the model: it has .*embedding", "optimizer.muon.also=[routr]"
+        r"also names 'routr', which the model does not have; its parameters are .*embedding",
+        "optimizer.muon.also=[routr]",
     )
     refused(r"optimizer.name = muon has no matrix of a layer to take: adapters", "lora.rank=4")
     refused(

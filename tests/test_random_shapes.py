@@ -49,13 +49,14 @@ def test_wrong_words_end_the_command(words):
         main(words)
 
 
-def test_calls_of_another_seed_are_added_and_those_of_the_same_replaced(tmp_path):
+def test_calls_are_added_to_those_in_a_file_and_take_the_place_of_the_same_alone(tmp_path):
     path = tmp_path / "calls.json"
     assert recorded(path, "rms_norm", "bfloat16") == []
     path.write_text(json.dumps({"operation": "rms_norm", "dtype": "bfloat16", "seed": 3, "calls": [{"case": "a"}]}))
     before = recorded(path, "rms_norm", "bfloat16")
     assert together(before, 4, [{"case": "b"}]) == [{"seed": 3, "case": "a"}, {"seed": 4, "case": "b"}]
-    assert together(before, 3, [{"case": "b"}]) == [{"seed": 3, "case": "b"}]
+    assert together(before, 3, [{"case": "b"}]) == [{"seed": 3, "case": "a"}, {"seed": 3, "case": "b"}]
+    assert together(before, 3, [{"case": "a", "again": True}]) == [{"seed": 3, "case": "a", "again": True}]
     kept = path.read_text()
     with pytest.raises(SystemExit, match="has calls of rms_norm in bfloat16; name another file for flash_attention"):
         main(["flash_attention", f"out={path}"])

@@ -175,7 +175,7 @@ def all_matrices(declared: Any, section: MuonSection, placed: Any = None) -> Any
     tree = map_declared(one, declared)
     if unknown := [name for name in section.also if name not in names]:
         raise ValueError(
-            f"optimizer.muon.also names {unknown[0]!r}, which is no parameter of the model: it has "
+            f"optimizer.muon.also names {unknown[0]!r}, which the model does not have; its parameters are "
             f"{', '.join(sorted({*names}))}"
         )
     if not any(isinstance(x, Matrices) for x in _leaves(tree)):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ejdist.training.data.cache import new_folder, open_folder
-from ejdist.training.data.shard_packing import Segment, Shards, Tokens, Window
+from ejdist.training.data.shard_packing import KeptSquares, Segment, Tokens, Window
 from ejdist.training.data.whole_packing import Piece
 
 
@@ -95,7 +95,7 @@ class Place(NamedTuple):
     end: int
 
 
-class Even(Shards):
+class Even(KeptSquares):
     """Full rows, in which documents lie so that the sums of the squares of their lengths are even; only the last row of a shard
     has padding. A pure function of (shards, length, seed, number)."""
 
@@ -141,16 +141,6 @@ class Even(Shards):
             self._segment(shard, int(window.offsets[p.document + 1]), int(inside[p.document]) + p.begin, p.count)
             for p in rows[row - self._place(shard, w).first]
         ]
-
-    @functools.cached_property
-    def _squares(self) -> np.ndarray:
-        """float32 [rows of an epoch], see `squares`, in the order of windows."""
-        return np.fromfile(self._folder / "squares.bin", np.float32)
-
-    def squares(self, numbers: Sequence[int]) -> np.ndarray:
-        """Returns of each of those rows the sum of the squares of the lengths of its documents; see `Rows`."""
-        places = (divmod(index, self.rows_per_epoch) for index in numbers)
-        return self._squares[[self._rows(epoch)[number] for epoch, number in places]].astype(np.float64)
 
     def describe(self) -> list[str]:
         """Returns a line that says how even the rows are, and how many documents are cut."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -157,6 +158,22 @@ class Shards:
 
 def _filling(segment: Segment, tokens: np.ndarray, *mask: np.ndarray) -> Any:
     return tokens, segment.count, *mask
+
+
+class KeptSquares(Shards):
+    """Rows whose squares are kept in the folder that has what was made of all lengths."""
+
+    _folder: Path
+
+    @functools.cached_property
+    def _squares(self) -> np.ndarray:
+        """float32 [rows of an epoch], see `squares`, in the order of windows: it follows from the lengths, in every epoch."""
+        return np.fromfile(self._folder / "squares.bin", np.float32)
+
+    def squares(self, numbers: Sequence[int]) -> np.ndarray:
+        """Returns of each of those rows the sum of the squares of the lengths of its documents; see `Rows`."""
+        places = (divmod(index, self.rows_per_epoch) for index in numbers)
+        return self._squares[[self._rows(epoch)[number] for epoch, number in places]].astype(np.float64)
 
 
 class Cut(Shards):

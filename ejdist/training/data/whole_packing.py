@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ejdist.training.data.cache import new_folder, open_folder
-from ejdist.training.data.shard_packing import Segment, Shards, Tokens, Window
+from ejdist.training.data.shard_packing import KeptSquares, Segment, Tokens, Window
 
 
 class Piece(NamedTuple):
@@ -85,7 +85,7 @@ class TooLong:
         self.longest = max(self.longest, int(lengths[long].max(initial=0)))
 
 
-class Whole(Shards):
+class Whole(KeptSquares):
     """Rows that hold documents whole; what no document fills is padding.
 
     Attributes:
@@ -162,16 +162,6 @@ class Whole(Shards):
                 f"(longer than that: {long.count:,}, the longest of {long.longest:,}); make it larger, or set "
                 "data.too_long=skip or truncate"
             )
-
-    @functools.cached_property
-    def _squares(self) -> np.ndarray:
-        """float32 [rows of an epoch], see `squares`, in the order of windows: it follows from the lengths, in every epoch."""
-        return np.fromfile(self._folder / "squares.bin", np.float32)
-
-    def squares(self, numbers: Sequence[int]) -> np.ndarray:
-        """Returns of each of those rows the sum of the squares of the lengths of its documents; see `Rows`."""
-        places = (divmod(index, self.rows_per_epoch) for index in numbers)
-        return self._squares[[self._rows(epoch)[number] for epoch, number in places]].astype(np.float64)
 
     def _squares_of(self, shard: int, long: TooLong) -> list[np.ndarray]:
         """Returns of each window of a shard the squares of its rows, float32."""

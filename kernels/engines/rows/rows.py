@@ -18,17 +18,18 @@ NARROWEST_CUT, FEW_CHUNKS, FEW, MOST_IDLE = 256, 2048, 5, 1.125
 # Columns of a chunk and warps of a program: of rows narrower than WIDE, and of others.
 CHUNK_AND_WARPS = (1024, 4), (2048, 8)
 
-# From here on measured for RMS norms in bfloat16 on an H200 (benchmarks/comparisons/results/norm_tiles_h200.json). The backward
-# splits rows that one tile would pad by more into chunks of so many columns, up to so wide rows: rows of 4,376 entries then
-# take 0.90 of the time of one tile, of 5,376 0.96, of 9,216 0.78, of 11,264 0.79, of 18,432 0.52 and of 25,600 0.51.
+# The following were measured for RMS norms in bfloat16 on an H200 (benchmarks/comparisons/results/norm_tiles_h200.json).
+# (widest row, columns of a chunk) of the backward, which cuts a row where its chunks have fewer columns than one padded tile.
+# Time over that of one tile: 0.90 for rows of 4,376 entries, 0.96 of 5,376, 0.78 of 9,216, 0.79 of 11,264, 0.52 of 18,432 and
+# 0.51 of 25,600.
 BACKWARD_CHUNKS = ((5 * 1024, 1024), (7 * 2048, 2048), (7 * 4096, 4096))
-# A thread loads 8 bytes of each chunk of 16-bit numbers, and 16 where there are so few chunks of so many columns: of three
-# chunks, rows of 3,000 and 5,568 entries take 0.78 and 0.72 of the time so.
+# In the backward a thread holds 4 entries of a chunk, but 8 (16 bytes in bfloat16) if a row has at most FEW_BACKWARD chunks of
+# a width in OF_FEW: 0.78 of the time of 4 for rows of 3,000 entries and 0.72 of 5,568.
 FEW_BACKWARD, OF_FEW = 3, (1024, 2048)
-# So many chunks of so many columns take 0.68 of the time with 16 warps, whose threads have more registers, and not 32.
+# The (chunks, columns) of a backward that takes 16 warps, whose threads have more registers: 0.68 of the time of 32.
 OF_16_WARPS = 5, 4096
-# Of rows of one tile from so wide to so wide, a program of the forward has so many entries and 2 warps: of 256 and 512 entries,
-# 0.96 of the time of twice as many in 8 warps.
+# A forward whose tile has NARROW columns, from the first to the second number, takes tiles of OF_NARROW entries and 2 warps:
+# 0.96 of the time of twice as many entries and 8 warps, for rows of 256 and of 512.
 NARROW, OF_NARROW = (128, 512), 2048
 
 # VMEM for a kernel's blocks and temporaries. The smallest default limit of a chip is 16 MiB.
