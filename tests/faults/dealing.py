@@ -98,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "squares of the first epoch serve all",
-        "Whole.squares",
+        "KeptSquares.squares",
         "self._rows($epoch)[$number]",
         "self._rows(0)[$number]",
         f"{TESTS} -k squares",

@@ -62,13 +62,6 @@ FAULTS = (
         f"{TESTS} -k range_of_rows",
     ),
     Fault(
-        "squares of the first epoch serve all epochs",
-        "Even.squares",
-        "self._rows($epoch)[$number]",
-        "self._rows(0)[$number]",
-        "tests/test_dealing.py -k squares_are",
-    ),
-    Fault(
         "squares are found at each start",
         "Even._kept",
         "$facts is None",
