@@ -108,7 +108,8 @@ def table(name: str, result: dict[str, Any]) -> str:
                 out.setdefault(f"{row['contestant']} {row['status']}: {row['reason']}", []).append(block["case"])
                 continue
             cells = [_cell(row.get(d), block["basis"]) for d in DIRECTIONS]
-            worst = max(row["error"].values())
+            # A peer that makes itself for one shape was compared on the whole case alone.
+            worst = max(row.get("error", row.get("error_of_whole")).values())
             lines.append(f"| {label} | {_name(row)} | {' | '.join(cells)} | {worst:.1e} |")
     lines += ["", "Cases: " + "; ".join(_case(block) for block in result["cases"]) + "."]
     if out:
