@@ -188,6 +188,7 @@ def _work(operation: str, options: dict[str, Any]) -> int:
                 continue
             ready.append((number, prepared.moved(jax.device_get)))
             del prepared  # its arrays on the device, before those of the next call
+            print(f"{case.name}: checked after {time.monotonic() - start:.0f} s", flush=True)
     with Path(folder, f"{part}.jsonl").open("w") as file:
         for number, prepared in ready:
             if late(1.0, prepared.case.name):

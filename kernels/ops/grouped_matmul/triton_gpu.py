@@ -499,11 +499,14 @@ def _tile(
 
 # Of so many entries or more, a product takes longer than writing and reading its result.
 WORTH_KEEPING = 512
-# From this mean number of rows per group, a warp-specialized tile is worthwhile.
-SPECIALISED_ROWS = 128
-# Relative speeds of the wide tile without padding, fitted on an H200 to five random calls: of products, and of contractions
-# over few and over many rows per group.
-WIDE_PRODUCT, WIDE_CONTRACTION = 0.89, (1.0, 1.05)
+# From this mean number of rows per group, a warp-specialized tile is worthwhile: of a gate or of gathered rows, and of other
+# products and contractions, which with 54 rows per group take .8 to .95 and .6 of the time of plain tiles on an H200.
+SPECIALISED_ROWS, PLAIN_SPECIALISED_ROWS = 128, 48
+# Relative speeds of the wide tile without padding, fitted on an H200 to a dozen calls that nobody chose. Of products: where rows
+# of a matrix are whole lines of the cache, where they are not, and where they are not and the matrix is read transposed, so that
+# rows of both operands are no whole lines. Of contractions: over few and over many rows per group.
+WIDE_PRODUCT, WIDE_CONTRACTION = (0.96, 0.89, 1.0), (1.0, 1.05)
+LINE = 64  # numbers of 16 bits in a line of the cache
 
 
 def _specialised(rows: float, columns: int, wide_speed: float, *, ragged_rows: bool) -> str:
@@ -526,18 +529,20 @@ def _config(call, shape: _Shape | None = None, specialised: str | None = None) -
     widened = "rhs_scale" in call.arguments
     if shape is not None or itemsize != 2 or widened:
         specialised = "none"
-    few = rows < SPECIALISED_ROWS
     gathers = "rows" in call.arguments  # of a wide tile, half as many rows are copied by instructions in each step
+
+    def few(special):
+        return rows < (SPECIALISED_ROWS if special else PLAIN_SPECIALISED_ROWS)
 
     def product(columns, depth, transposed_rhs, halves=1):
         large = () if transposed_rhs or depth < LONG_PRODUCT else (LARGE,)
         shapes = (shape,) if shape else PRODUCTS + large
         tile = _tile(rows, columns, depth, itemsize, shapes, halves=halves, widened=widened)
-        if halves == 2 or (gathers and columns == F):
-            best = "wide"
-        else:
-            best = _specialised(rows, columns, WIDE_PRODUCT, ragged_rows=True)
-        return replace(tile, specialised=specialised or ("none" if few else best))
+        special = halves == 2 or (gathers and columns == F)
+        in_lines = (depth if transposed_rhs else columns) % LINE == 0
+        speed = WIDE_PRODUCT[0 if in_lines else 1 + transposed_rhs]
+        best = "wide" if special else _specialised(rows, columns, speed, ragged_rows=True)
+        return replace(tile, specialised=specialised or ("none" if few(special) else best))
 
     long = rows >= LONG_CONTRACTION
     shapes = (shape,) if shape else CONTRACTIONS + ((LARGE,) if long else ())
@@ -549,7 +554,7 @@ def _config(call, shape: _Shape | None = None, specialised: str | None = None) -
     return GroupedMatmulConfig(
         product(F, D, transposed, halves=width // F),
         product(D, width, not transposed),
-        replace(contraction, specialised=specialised or ("none" if few else best)),
+        replace(contraction, specialised=specialised or ("none" if few(gathers) else best)),
     )
 
 
