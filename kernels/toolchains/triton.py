@@ -38,7 +38,6 @@ def triton_launch(
     grid: tuple[int] | tuple[int, int] | tuple[int, int, int],
     num_warps: int = 4,
     num_stages: int = 2,
-    cluster: int = 1,
     max_registers: int | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
     work: Work | None = None,
@@ -53,8 +52,6 @@ def triton_launch(
       args: the kernel's inputs in order: arrays, Python scalars, or None for a pointer that the kernel does not use.
       grid: number of programs in up to three dims.
       num_warps: warps; of a warp-specialized kernel, those of its default partition.
-      cluster: multiprocessors that run a program together and read each other's shared memory, as layouts of a Gluon kernel
-        split its tiles; a power of 2, and 1 before Hopper.
       max_registers: maximum registers per thread at program start, so that several programs fit on a multiprocessor. A
         warp-specialized kernel redistributes that many among all its threads.
       input_output_aliases: input -> output that shares its buffer, numbered among the non-constexpr inputs and the flat
@@ -92,7 +89,6 @@ def triton_launch(
             name=kernel.fn.__name__,
             num_warps=num_warps,
             num_stages=num_stages,
-            num_ctas=cluster,
             compute_capability=compute_capability(),
             # Explicit because Triton is about to change its default.
             backend_options={"enable_fp_fusion": True} | ({} if max_registers is None else {"maxnreg": max_registers}),

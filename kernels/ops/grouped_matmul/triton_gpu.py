@@ -500,11 +500,12 @@ def _tile(
 # Of so many entries or more, a product takes longer than writing and reading its result.
 WORTH_KEEPING = 512
 # From this mean number of rows per group, a warp-specialized tile is worthwhile: of a gate or of gathered rows, and of other
-# products and contractions, which with 54 rows per group take .8 to .95 and .6 of the time of plain tiles on an H200.
+# products and of contractions. These take .9 to .95 and .6 of the time of plain tiles with 54 rows per group on an H200
+# (benchmarks/comparisons/results/grouped_tiles_h200.json).
 SPECIALISED_ROWS, PLAIN_SPECIALISED_ROWS = 128, 48
-# Relative speeds of the wide tile without padding, fitted on an H200 to a dozen calls that nobody chose. Of products: where rows
-# of a matrix are whole lines of the cache, where they are not, and where they are not and the matrix is read transposed, so that
-# rows of both operands are no whole lines. Of contractions: over few and over many rows per group.
+# Relative speeds of the wide tile without padding, fitted to the same calls. Of products: where rows of a matrix are whole
+# lines of the cache, where they are not, and where they are not and the matrix is read transposed, so that rows of both
+# operands are no whole lines. Of contractions: over few and over many rows per group.
 WIDE_PRODUCT, WIDE_CONTRACTION = (0.96, 0.89, 1.0), (1.0, 1.05)
 LINE = 64  # numbers of 16 bits in a line of the cache
 
