@@ -37,18 +37,22 @@ def reference_of(arguments):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "documents", "gate", "heads", "states"),
+    ("dtype", "documents", "gate", "heads", "states", "splits"),
     [
-        ("bfloat16", True, "channel", (1, 2), True),
-        ("bfloat16", True, "head", (1, 2), False),
-        pytest.param("float16", False, None, (1, 2), True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", False, "head", (2, 4), True, marks=pytest.mark.slow),
-        pytest.param("float16", False, "channel", (2, 2), False, marks=pytest.mark.slow),
+        ("bfloat16", True, "channel", (1, 2), True, 1),
+        ("bfloat16", True, "head", (1, 2), False, 2),
+        pytest.param("bfloat16", True, "head", (1, 2), False, 1, marks=pytest.mark.slow),
+        pytest.param("float16", False, None, (1, 2), True, 1, marks=pytest.mark.slow),
+        pytest.param("bfloat16", False, "head", (2, 4), True, 1, marks=pytest.mark.slow),
+        pytest.param("float16", False, "channel", (2, 2), False, 1, marks=pytest.mark.slow),
+        pytest.param("float16", False, None, (1, 2), True, 3, marks=pytest.mark.slow),
+        pytest.param("bfloat16", True, "channel", (1, 2), False, 2, marks=pytest.mark.slow),
     ],
 )
-def test_walks(monkeypatch, dtype, documents, gate, heads, states):
-    """More chunks than a ring has tiles, decays of -inf or mild ones, keys that heads share, states in and out, and NaN in
-    padding at both ends and inside; of states that the forward kept or walks twice. Operands are rounded as in Triton."""
+def test_walks(monkeypatch, dtype, documents, gate, heads, states, splits):
+    """Rows that are whole, or of parts, the last of them shorter: more chunks than a ring has tiles, decays of -inf or mild
+    ones, keys that heads share, states in and out, and NaN in padding at both ends and inside; of states that the forward kept
+    or walks twice. Operands are rounded as in Triton."""
     T = 192
     ids = documents_of(T) if documents else None
     clean = drawn(1, T, *heads, dtype, ids, -np.inf if documents else None)
@@ -61,7 +65,7 @@ def test_walks(monkeypatch, dtype, documents, gate, heads, states):
     if documents:
         d = (jnp.where(jnp.asarray(ids < 0)[..., None, None], jnp.nan, d[0]), *d[1:])
     with interpreted(monkeypatch, op, gluon_delta_calls):
-        tiles = replace(TILES, in_one=False, keeps=True)
+        tiles = replace(TILES, in_one=False, keeps=True, splits=splits)
         one = values_and_gradients(arguments, d, replace(tiles, hopper_walks=True, keeps_states=states))[0]
         other = values_and_gradients(arguments, d, tiles)[0]
     for name in wanted:
@@ -71,15 +75,15 @@ def test_walks(monkeypatch, dtype, documents, gate, heads, states):
 
 @pytest.mark.parametrize(
     ("changed", "there"),
-    [({}, True), ({"T": 96}, False), ({"states": 2}, False), ({"splits": 2}, False), ({"capability": 80}, False)],
+    [({}, True), ({"T": 96}, False), ({"states": 2}, False), ({"capability": 80}, False)],
     ids=str,
 )
 def test_which_walks_it_has(changed, there):
-    how = {"T": 128, "states": 1, "splits": 1, "capability": 90} | changed
+    how = {"T": 128, "states": 1, "capability": 90} | changed
     q, a = (jnp.zeros((1, how["T"], 1, *width), dtype) for width, dtype in (((128,), "bfloat16"), ((), "float32")))
     with interpret(how["capability"]):
         tokens = Tokens(q, q, q, None, a, None, None)
-        assert gluon_walk_calls.fits(tokens, 64, how["states"], how["splits"]) == there
+        assert gluon_walk_calls.fits(tokens, 64, how["states"]) == there
 
 
 def report_of(name, **changed):
@@ -89,12 +93,15 @@ def report_of(name, **changed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["kimi_linear", "qwen3_next"])
-def test_walks_fit_a_multiprocessor(case):
-    """No spills, no product that waits for the one before; operands reach registers transposed, none by shuffles."""
-    report = report_of(case)
-    assert not {"delta_walk_kernel", "delta_reverse_kernel", "delta_both_kernel"} & {k.name for k in report}
+@pytest.mark.parametrize(("case", "splits"), [("kimi_linear", 1), ("qwen3_next", 1), ("few_heads_32k", 8)])
+def test_walks_fit_a_multiprocessor(case, splits):
+    """No spills but of one register, no product that waits for the one before; operands reach registers transposed, none by
+    shuffles."""
+    report = report_of(case, splits=splits)
+    in_triton = {"delta_walk_kernel", "delta_reverse_kernel", "delta_both_kernel"} & {k.name for k in report}
+    assert in_triton == ({"delta_walk_kernel"} if splits > 1 else set())  # of maps of parts
     for name in ("delta_walk_hopper_kernel", "delta_reverse_hopper_kernel"):
         kernel = next(k for k in report if k.name == name)
-        assert not any(kernel.resources[n] for n in ("spill_stores", "spill_loads", "serialized")), kernel.resources
+        spilled = [kernel.resources[n] for n in ("spill_stores", "spill_loads")]
+        assert max(spilled) <= (4 if splits > 1 else 0) and not kernel.resources["serialized"], kernel.resources
         assert kernel.shared_memory_bytes <= SHARED_MEMORY[90]

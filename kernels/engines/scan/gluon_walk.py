@@ -1,9 +1,10 @@
 """Gluon kernels for Hopper of the walks of a delta rule over the chunks of a row: that of states, and that of their gradients.
 
 They do what `delta_walk_kernel` and `delta_reverse_kernel` of `triton_delta.py` do for rows of whole chunks of 64 tokens, with
-one state each that is not split. A program has 64 columns of the state of a head. One warpgroup walks, with the state
-transposed in its registers, [columns, channels]: then the left operand of every product is what registers hold, and nothing
-that the next product waits for passes through shared memory. One warp loads chunks ahead; another warpgroup stores results.
+one state each; the maps of parts of rows are those kernels' alone. A program has 64 columns of the state of a head. One
+warpgroup walks, with the state transposed in its registers, [columns, channels]: then the left operand of every product is what
+registers hold, and nothing that the next product waits for passes through shared memory. One warp loads chunks ahead; another
+warpgroup stores results.
 """
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
@@ -40,7 +41,7 @@ WIDE_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 @gluon.jit
 def _state_at(ptr, head, column, h):
-    """Returns pointers to columns of a state [columns, channels] of an array [B, 1, N, 128, 128]."""
+    """Returns pointers to columns of a state [columns, channels] of an array [..., 128, 128]."""
     v = column + gl.arange(0, C, gl.SliceLayout(1, STATE))
     return ptr + head.to(gl.int64) * (WIDTH * WIDTH) + v[:, None] + h[None, :] * WIDTH
 
@@ -63,6 +64,23 @@ def _ahead(inputs, index, token):
     if runs_ptr is not None:
         runs = gl.load(runs_ptr + token + t)
     return beta, enters, leaves, whole, runs
+
+
+@gluon.jit
+def _first_state(starts_ptr, of_rows_ptr, head, part, END: gl.constexpr, column, h, SPLITS: gl.constexpr):
+    """Returns the state that a part starts from: its own, to which its row's is added at the END of the row, part 0 or the
+    last; 0 for None."""
+    state = gl.zeros([C, WIDTH], gl.float32, STATE)
+    if starts_ptr is not None:
+        state = gl.load(_state_at(starts_ptr, head * SPLITS + part, column, h))
+    if of_rows_ptr is not None:
+        if SPLITS == 1:
+            state = gl.load(_state_at(of_rows_ptr, head, column, h))
+        else:
+            wide = column + gl.arange(0, C, gl.SliceLayout(1, STATE))
+            mask = wide[:, None] + h[None, :] < gl.where(part == END, 2 * WIDTH, 0)
+            state += gl.load(_state_at(of_rows_ptr, head, column, h), mask=mask, other=0.0)
+    return state
 
 
 @gluon.jit
@@ -92,8 +110,10 @@ def _padding(runs, PADDED: gl.constexpr):
 
 
 @gluon.jit
-def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE: gl.constexpr):
-    of_chunks, entries_ptr, exits_ptr = inputs
+def _walk(
+    inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SPLITS: gl.constexpr, SCALE: gl.constexpr
+):
+    of_chunks, entries_ptr, starts_ptr, exits_ptr = inputs
     beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr = of_chunks
     states_ptr, written_ptr, out_ptr = wanted
     keys, small = rings
@@ -104,20 +124,18 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
     READS: gl.constexpr = out_ptr is not None
     dtype: gl.constexpr = of_tokens.dtype
     hand = ready, free
-    head, n, column, begin = place(CHUNKS, N)
+    head, n, column, part, begin, first, count = place(CHUNKS, N, SPLITS)
     h = gl.arange(0, WIDTH, BY_CHANNEL)
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
-    state = gl.zeros([C, WIDTH], gl.float32, STATE)
-    if entries_ptr is not None:
-        state = gl.load(_state_at(entries_ptr, head, column, h))
+    state = _first_state(starts_ptr, entries_ptr, head, part, 0, column, h, SPLITS)
     slot, phase, small_slot, small_phase = 0, 0, 0, 0
     near_out, last_key, last_small = zeros.to(dtype), 0, 0
-    following = _ahead(of_chunks, head * CHUNKS, begin)
-    for c in range(CHUNKS):
+    following = _ahead(of_chunks, first, begin)
+    for c in range(count):
         now = c & 1
         beta, enters, leaves, whole, runs = following
-        later = gl.minimum(c + 1, CHUNKS - 1)
-        following = _ahead(of_chunks, head * CHUNKS + later, begin + later * C)
+        later = gl.minimum(c + 1, count - 1)
+        following = _ahead(of_chunks, first + later, begin + later * C)
         near = state.to(dtype)
         left = gl.convert_layout(near, gl.DotOperandLayout(0, SQUARE, 2))
         own_slot = slot
@@ -184,14 +202,17 @@ def _walk(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, S
         else:
             state = warpgroup_mma_wait(0, (state,))
     if READS:
-        hand_over(of_tokens.index(1), hand, SECOND, CHUNKS - 1 & 1, near_out)
+        hand_over(of_tokens.index(1), hand, SECOND, count - 1 & 1, near_out)
     if exits_ptr is not None:
-        gl.store(_state_at(exits_ptr, head, column, h), state)
+        if part == SPLITS - 1:
+            gl.store(_state_at(exits_ptr, head, column, h), state)
 
 
 @gluon.jit
-def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE: gl.constexpr):
-    of_chunks, d_exits_ptr, d_entries_ptr = inputs
+def _reverse(inputs, wanted, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SPLITS: gl.constexpr,
+             SCALE: gl.constexpr):  # fmt: skip
+    of_chunks, d_exits_ptr, starts_ptr = inputs
+    d_states_ptr, du_ptr, d_entries_ptr, added_ptr = wanted
     beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr = of_chunks
     keys, small = rings
     of_states, of_tokens, ready, free = hands
@@ -200,18 +221,18 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
     PADDED_KEYS: gl.constexpr = PADDED and not CHANNELS  # with decays of channels in them they are 0 there
     dtype: gl.constexpr = of_tokens.dtype
     hand = ready, free
-    head, n, column, begin = place(CHUNKS, N)
+    head, n, column, part, begin, first, count = place(CHUNKS, N, SPLITS)
     h = gl.arange(0, WIDTH, BY_CHANNEL)
     zeros = gl.zeros([C, C], gl.float32, SQUARE)
-    d_state = gl.load(_state_at(d_exits_ptr, head, column, h))
+    d_state = _first_state(starts_ptr, d_exits_ptr, head, part, SPLITS - 1, column, h, SPLITS)
     slot, phase, small_slot, small_phase = 0, 0, 0, 0
     last_key, last_queries = 0, 0
-    following = _ahead(of_chunks, head * CHUNKS + CHUNKS - 1, begin + (CHUNKS - 1) * C)
-    for step in range(CHUNKS):
+    following = _ahead(of_chunks, first + count - 1, begin + (count - 1) * C)
+    for step in range(count):
         now = step & 1
         beta, enters, leaves, whole, runs = following
-        later = gl.maximum(CHUNKS - 2 - step, 0)
-        following = _ahead(of_chunks, head * CHUNKS + later, begin + later * C)
+        later = gl.maximum(count - 2 - step, 0)
+        following = _ahead(of_chunks, first + later, begin + later * C)
         near = d_state.to(dtype)
         left = gl.convert_layout(near, gl.DotOperandLayout(0, SQUARE, 2))
         own_slot = slot
@@ -237,7 +258,8 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
             d_written = warpgroup_mma_wait(0, (d_written,))
             d_written *= leaves[None, :]
         d_written = product_of(d_out, weights, d_written, True)
-        hand_over(of_states.index(0), hand, OF_STATE, now, near)
+        if d_states_ptr is not None:
+            hand_over(of_states.index(0), hand, OF_STATE, now, near)
         solve, solve_free, small_slot, small_phase = arrived(small, small_slot, small_phase, SMALL)
         last_queries, last_key = slot, own_slot
         q, _, slot, phase = arrived(keys, slot, phase, KEYS)
@@ -258,10 +280,14 @@ def _reverse(inputs, rings, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SCALE:
         du = warpgroup_mma_wait(1, (du,))
         d_state = product_of(gl.convert_layout((du * back[None, :]).to(dtype), LEFT), k, d_state, True)
         mbarrier.arrive(solve_free)
-        hand_over(of_tokens.index(0), hand, FIRST, now, du.to(dtype))
+        if du_ptr is not None:
+            hand_over(of_tokens.index(0), hand, FIRST, now, du.to(dtype))
         d_state = warpgroup_mma_wait(0, (d_state,))
     if d_entries_ptr is not None:
-        gl.store(_state_at(d_entries_ptr, head, column, h), d_state)
+        if part == 0:
+            gl.store(_state_at(d_entries_ptr, head, column, h), d_state)
+    if added_ptr is not None:
+        gl.store(_state_at(added_ptr, head * SPLITS + part, column, h), d_state)
 
 
 @gluon.jit
@@ -278,6 +304,7 @@ def delta_walk_hopper_kernel(
     whole_ptr,  # [B, N, CHUNKS] float32, or [B, N, CHUNKS, 128]
     runs_ptr,  # int32 [B, T] as in `layout.Layout`, or None
     entries_ptr,  # [B, 1, N, 128, 128] float32, or None for 0
+    starts_ptr,  # [B, N, SPLITS, 128, 128] float32: states that parts start from; None for one part
     out_ptr,  # as in `triton_delta.delta_walk_kernel`; each may be None
     written_ptr,
     states_ptr,
@@ -286,6 +313,7 @@ def delta_walk_hopper_kernel(
     KQ: gl.constexpr,
     KK: gl.constexpr,
     CHUNKS: gl.constexpr,
+    SPLITS: gl.constexpr,
     SCALE: gl.constexpr,
     STORER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -293,13 +321,13 @@ def delta_walk_hopper_kernel(
     dtype: gl.constexpr = k_desc.dtype
     rings, hands = (ring_of(dtype, KEYS, WIDTH), ring_of(dtype, SMALL, C)), hands_of(dtype)
     descs = q_desc, k_desc, writes_desc, v_desc, pairs_desc, solve_desc
-    inputs = (beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr), entries_ptr, exits_ptr
+    inputs = (beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr), entries_ptr, starts_ptr, exits_ptr
     wanted = states_ptr, written_ptr, out_ptr
     gl.warp_specialize(
         [
-            (_walk, (inputs, wanted, rings, hands, CHUNKS, N, SCALE)),
-            (store_results, (wanted, hands, CHUNKS, N, False)),
-            (load_chunks, (descs, rings, CHUNKS, N, KQ, KK, False)),
+            (_walk, (inputs, wanted, rings, hands, CHUNKS, N, SPLITS, SCALE)),
+            (store_results, (wanted, hands, CHUNKS, N, SPLITS, False)),
+            (load_chunks, (descs, rings, CHUNKS, N, SPLITS, KQ, KK, False)),
         ],
         [4, 1],
         [STORER_REGISTERS, PRODUCER_REGISTERS],
@@ -320,13 +348,16 @@ def delta_reverse_hopper_kernel(
     whole_ptr,
     runs_ptr,
     d_exits_ptr,  # [B, 1, N, 128, 128] float32
-    du_ptr,  # as in `triton_delta.delta_reverse_kernel`
+    starts_ptr,  # [B, N, SPLITS, 128, 128] float32: gradients of the states after parts; None for one part, or with added_ptr
+    du_ptr,  # as in `triton_delta.delta_reverse_kernel`; each may be None
     d_states_ptr,
     d_entries_ptr,
+    added_ptr,
     N: gl.constexpr,
     KQ: gl.constexpr,
     KK: gl.constexpr,
     CHUNKS: gl.constexpr,
+    SPLITS: gl.constexpr,
     SCALE: gl.constexpr,
     STORER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -334,12 +365,13 @@ def delta_reverse_hopper_kernel(
     dtype: gl.constexpr = k_desc.dtype
     rings, hands = (ring_of(dtype, KEYS, WIDTH), ring_of(dtype, SMALL, C)), hands_of(dtype)
     descs = q_desc, k_desc, writes_desc, d_out_desc, pairs_desc, solve_desc
-    inputs = (beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr), d_exits_ptr, d_entries_ptr
+    inputs = (beta_ptr, enters_ptr, leaves_ptr, whole_ptr, runs_ptr), d_exits_ptr, starts_ptr
+    wanted = d_states_ptr, du_ptr, d_entries_ptr, added_ptr
     gl.warp_specialize(
         [
-            (_reverse, (inputs, rings, hands, CHUNKS, N, SCALE)),
-            (store_results, ((d_states_ptr, du_ptr, None), hands, CHUNKS, N, True)),
-            (load_chunks, (descs, rings, CHUNKS, N, KQ, KK, True)),
+            (_reverse, (inputs, wanted, rings, hands, CHUNKS, N, SPLITS, SCALE)),
+            (store_results, ((d_states_ptr, du_ptr, None), hands, CHUNKS, N, SPLITS, True)),
+            (load_chunks, (descs, rings, CHUNKS, N, SPLITS, KQ, KK, True)),
         ],
         [4, 1],
         [STORER_REGISTERS, PRODUCER_REGISTERS],

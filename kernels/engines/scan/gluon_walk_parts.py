@@ -44,10 +44,17 @@ def hands_of(dtype: gl.constexpr):
 
 
 @gluon.jit
-def place(CHUNKS: gl.constexpr, N: gl.constexpr):
-    """Returns (head of all rows, its number in a row, first column, first token) of a program."""
-    head = gl.program_id(0) // COLUMNS
-    return head, head % N, gl.program_id(0) % COLUMNS * C, head // N * (CHUNKS * C)
+def place(CHUNKS: gl.constexpr, N: gl.constexpr, SPLITS: gl.constexpr):
+    """Returns (head of all rows, its number in a row, first column, part of the row, first token, first chunk of all heads,
+    chunks) of a program."""
+    PER: gl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    here = gl.program_id(0) // COLUMNS
+    head, part, count = here, 0, CHUNKS
+    if SPLITS > 1:
+        head, part = here // SPLITS, here % SPLITS
+        count = gl.minimum(PER, CHUNKS - part * PER)
+    first = head * CHUNKS + part * PER
+    return head, head % N, gl.program_id(0) % COLUMNS * C, part, (head // N * CHUNKS + part * PER) * C, first, count
 
 
 @gluon.jit
@@ -69,17 +76,16 @@ def _load_small(desc, row, column, ring, slot, phase):
 
 
 @gluon.jit
-def load_chunks(
-    descs, rings, CHUNKS: gl.constexpr, N: gl.constexpr, KQ: gl.constexpr, KK: gl.constexpr, REVERSE: gl.constexpr
-):
+def load_chunks(descs, rings, CHUNKS: gl.constexpr, N: gl.constexpr, SPLITS: gl.constexpr, KQ: gl.constexpr,
+                KK: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Loads the tiles of chunks in the order in which they are needed."""
     q_desc, k_desc, writes_desc, tokens_desc, pairs_desc, solve_desc = descs
     keys, small = rings
-    head, n, column, begin = place(CHUNKS, N)
+    head, n, column, part, begin, first, count = place(CHUNKS, N, SPLITS)
     slot, phase, small_slot, small_phase = 0, 0, 0, 0
-    for step in range(CHUNKS):
-        c = CHUNKS - 1 - step if REVERSE else step
-        token, square, at = begin + c * C, (head * CHUNKS + c) * C, n * WIDTH + column
+    for step in range(count):
+        c = count - 1 - step if REVERSE else step
+        token, square, at = begin + c * C, (first + c) * C, n * WIDTH + column
         if REVERSE and writes_desc is not None:
             slot, phase = _load_keys(writes_desc, token, n, keys, slot, phase)
         else:
@@ -114,18 +120,16 @@ def _store_rows(ptr, tile, hand, which: gl.constexpr, phase, row, column, STRIDE
 
 
 @gluon.jit
-def store_results(outputs, hands, CHUNKS: gl.constexpr, N: gl.constexpr, REVERSE: gl.constexpr):
+def store_results(outputs, hands, CHUNKS: gl.constexpr, N: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr):
     states_ptr, first_ptr, second_ptr = outputs
     of_states, of_tokens, ready, free = hands
-    head, n, column, begin = place(CHUNKS, N)
+    head, n, column, part, begin, first, count = place(CHUNKS, N, SPLITS)
     hand = ready, free
-    for step in range(CHUNKS):
-        c = CHUNKS - 1 - step if REVERSE else step
+    for step in range(count):
+        c = count - 1 - step if REVERSE else step
         phase = step & 1
         if states_ptr is not None:
-            _store_rows(
-                states_ptr, of_states.index(0), hand, OF_STATE, phase, (head * CHUNKS + c) * WIDTH, column, WIDTH
-            )
+            _store_rows(states_ptr, of_states.index(0), hand, OF_STATE, phase, (first + c) * WIDTH, column, WIDTH)
         token, at = begin + c * C, n * WIDTH + column
         if first_ptr is not None:
             _store_rows(first_ptr, of_tokens.index(0), hand, FIRST, phase, token, at, N * WIDTH)

@@ -73,7 +73,7 @@ class Launches:
         self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
         # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
         self.reads, self.keeps, self.writes = x.q, x.k, None
-        self.hopper_walks = bool(cfg.hopper_walks) and hopper.fits(x, chunk, num_states, self.splits)
+        self.hopper_walks = bool(cfg.hopper_walks) and hopper.fits(x, chunk, num_states)
         self.at_once = bool(cfg.at_once) and self.splits == 1 and not self.hopper_walks
         self.in_one = bool(cfg.in_one) and gluon.fits(x, chunk, num_states)
         self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
@@ -132,8 +132,8 @@ class Launches:
 
     def walk(self, weights: Any, solve: Any, wanted: tuple[str, ...], starts: Any = None) -> dict[str, jax.Array]:
         """Returns what is `wanted` of a walk over the rows: "out", "written", "states", "exits", or "maps" of its parts."""
-        if self.hopper_walks:
-            return hopper.walk(self, weights, solve, wanted)
+        if self.hopper_walks and "maps" not in wanted:
+            return hopper.walk(self, weights, solve, wanted, starts)
         x, every = self.x, self.shapes()
         shapes = {name: every[name] for name in ("out", "written", "states", "exits", "maps")}
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
@@ -211,7 +211,7 @@ class Launches:
     def reverse(self, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...], starts: Any) -> Any:
         """Returns what is `wanted` of a walk from the end: "du", "d_states", "d_entries", or what parts have "added"."""
         if self.hopper_walks:
-            return hopper.reverse(self, weights, solve, d_out, d_exits, wanted)
+            return hopper.reverse(self, weights, solve, d_out, d_exits, wanted, starts)
         every = self.shapes()
         shapes = {name: every[name] for name in ("du", "d_states", "d_entries", "added")}
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}

@@ -179,7 +179,7 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
 def _tiles(call, cfg):
     """Returns tiles with what is worth while in a backward: what the forward keeps; both walks at once where that was timed, of
     decays of heads whose programs leave half of each multiprocessor empty; Hopper's own kernels where it has them, its walks
-    where their programs are at most half as many as multiprocessors."""
+    of whole rows where their programs are at most half as many as multiprocessors; those of parts of rows were not timed."""
     d, whole = call.dims, call.num_states == 1 and cfg.chunk == gluon.CHUNK and call.dims["T"] % gluon.CHUNK == 0
     in_one = whole and d["H"] == d["Hv"] == gluon.WIDTH and call.dtype != "float32"
     walks = in_one and cfg.splits == 1 and hopper_walks.COLUMNS.value * d["B"] * d["N"] <= MULTIPROCESSORS // 2
@@ -202,7 +202,7 @@ def others(call):
     return [
         *tiles,
         *([replace(first, in_one=False)] if first.in_one else []),
-        *([replace(first, hopper_walks=not first.hopper_walks)] if first.in_one and first.splits == 1 else []),
+        *([replace(first, hopper_walks=not first.hopper_walks)] if first.in_one else []),
     ]
 
 
