@@ -8,6 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -26,6 +30,7 @@ STRIPE = 4
 # ring both ways round and one of two levels have several on their way: tests/test_both_ways.py and test_sequence.py have these.
 IN_TURN = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 PARTS = 12
+CODE = ("ejdist", "kernels")
 SCHEMES = {
     "ring": Ring(),
     "ring_of_documents": Ring(hops="batch"),
@@ -135,27 +140,92 @@ def check(row):
 
 
 def in_turn():
-    """Returns the environment of a process in which transfers begin one by one."""
+    """Returns the environment of a process in which transfers begin one by one, and which keeps no program."""
     flags = [os.environ.get("XLA_FLAGS", ""), IN_TURN]
-    if "device_count" not in flags[0]:
-        flags.append("--xla_force_host_platform_device_count=8")
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": "cpu"}
+    kept = {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": "cpu"}
+    return os.environ | kept | {"XLA_FLAGS": " ".join(flags)}
+
+
+def made(names):
+    """Yields each row and, of one that failed, what it said. A process makes them until one fails or XLA ends it."""
+    left, ended = [*names], 0
+    while left:
+        with tempfile.TemporaryFile("w+") as errors:
+            command, pipe = [sys.executable, __file__, "rows"], subprocess.PIPE
+            process = subprocess.Popen(command, env=in_turn(), stdin=pipe, stdout=pipe, stderr=errors, text=True)
+            process.stdin.write("\n".join(left))
+            process.stdin.close()
+            for line in process.stdout:
+                assert line.strip() == left.pop(0), line
+                ended = 0
+                yield line.strip(), ""
+            status = process.wait()
+            errors.seek(0)
+            said = errors.read()[-3000:]
+        # XLA may end the process even so; a row that ends three in turn has failed.
+        ended += 1
+        if left and not (status == -signal.SIGABRT and "rendezvous" in said and ended < 3):
+            ended = 0
+            yield left.pop(0), f"status {status}: {said}"
+
+
+def commit():
+    """Returns the commit whose code is tested; raises where files of it have changed since."""
+    ask = functools.partial(subprocess.run, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    changed = ask(["git", "status", "--porcelain", "--", *CODE]).stdout
+    if changed:
+        raise SystemExit(f"done=FILE says at which commit a row passed: commit first\n{changed}")
+    return ask(["git", "rev-parse", "HEAD"]).stdout.strip()
+
+
+def same(before):
+    """Says whether the code was the same at a commit before."""
+    command = ["git", "diff", "--quiet", before, "HEAD", "--", *CODE]
+    return subprocess.run(command, cwd=Path(__file__).parents[1]).returncode == 0
+
+
+def make(names, workers, file):
+    """Makes rows in some processes at once, without those that a file has for this code; returns those that failed."""
+    passed, failed, begin = set(), {}, time.time()
+    if file:
+        now, path = commit(), Path(file)
+        lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        good = {c for c in {c for c, _ in lines} if same(c)}
+        passed = {name for c, name in lines if c in good}.intersection(names)
+    left = [name for name in names if name not in passed]
+    before = len(passed)
+    print(f"{before} of {len(names)} rows have passed before", flush=True)
+
+    def work(part):
+        for name, said in made(part):
+            with lock:
+                if said:
+                    failed[name] = said
+                    print(f"FAILED {name}: {said}", flush=True)
+                    continue
+                passed.add(name)
+                if file:
+                    with path.open("a") as out:
+                        out.write(f"{now} {name}\n")
+                if len(passed) % 100 == 0:
+                    each = (time.time() - begin) / (len(passed) - before + len(failed))
+                    print(f"{len(passed)} of {len(names)} rows have passed, {each:.2f} s each", flush=True)
+
+    lock = threading.Lock()
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, [left[i::workers] for i in range(workers)]))
+    print(f"{len(passed)} of {len(names)} rows have passed, {len(failed)} have failed", *failed, sep="\n", flush=True)
+    return failed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_the_numbers_of_one_device(part):
     """Of every pair of factors; the whole product is `python tests/test_sequence_grid.py whole [PART/PARTS]`."""
-    rows, done, ended = len(covering()[part - 1 :: PARTS]), 0, 0
-    while done < rows:
-        command = [sys.executable, __file__, "covering", f"{part}/{PARTS}", str(done)]
-        made = subprocess.run(command, env=in_turn(), capture_output=True, text=True)
-        done, before = done + len(made.stdout.split()), done
-        # XLA may end the process even so; a row that ends three in turn has failed.
-        ended = 0 if done > before else ended + 1
-        its_own = made.returncode == -signal.SIGABRT and "rendezvous" in made.stderr and ended < 3
-        assert made.returncode == 0 or its_own, f"after {made.stdout.splitlines()[-1:]}: {made.stderr[-3000:]}"
+    names = [name_of(row) for row in covering()[part - 1 :: PARTS]]
+    for name, said in made(names):
+        assert not said, f"{name}: {said}"
 
 
 @pytest.mark.slow
@@ -164,12 +234,17 @@ def test_the_rows_have_every_pair():
 
 
 if __name__ == "__main__":
-    if IN_TURN not in os.environ.get("XLA_FLAGS", ""):
-        os.execve(sys.executable, [sys.executable, *sys.argv], in_turn())
-    number, parts = map(int, (sys.argv[2:] or ["1/1"])[0].split("/"))
-    begin = int((sys.argv[3:] or [0])[0])
-    for i, one in enumerate({"covering": covering, "whole": whole}[sys.argv[1]]()[number - 1 :: parts][begin:]):
-        check(one)
-        print(name_of(one), flush=True)
-        if i % 50 == 49:
-            jax.clear_caches()
+    if sys.argv[1] == "rows":
+        rows = {name_of(row): row for row in whole()}
+        for i, one in enumerate(sys.stdin.read().split()):
+            check(rows[one])
+            print(one, flush=True)
+            if i % 50 == 49:
+                jax.clear_caches()
+        sys.exit()
+    import conftest  # noqa: F401  the flags of tests
+
+    given = dict(argument.split("=", 1) for argument in sys.argv[2:] if "=" in argument)
+    number, parts = map(int, ([a for a in sys.argv[2:] if "=" not in a] or ["1/1"])[0].split("/"))
+    names = [name_of(row) for row in {"covering": covering, "whole": whole}[sys.argv[1]]()[number - 1 :: parts]]
+    sys.exit(bool(make(names, int(given.get("workers", os.cpu_count())), given.get("done"))))
