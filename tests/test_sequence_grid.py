@@ -2,6 +2,7 @@
 value and in every gradient: rows that have each legal pair of them. Files of a scheme have more of its own."""
 
 import functools
+import gc
 import itertools
 import os
 import random
@@ -73,6 +74,21 @@ def whole():
     return [row for row in rows if legal(row)]
 
 
+def together(row):
+    """Returns what rows share that one process makes in turn, since their programs have much in common."""
+    return row["mask"], row["heads"], row["mesh"]
+
+
+def in_groups(rows, part, parts):
+    """Returns the rows of every parts-th group, which are of all kinds from the first group on."""
+    groups = {}
+    for row in sorted(rows, key=lambda row: FACTORS["order"].index(row["order"])):
+        groups.setdefault(together(row), []).append(row)
+    every = [*groups.values()]
+    random.Random(0).shuffle(every)
+    return [row for group in every[part::parts] for row in group]
+
+
 def pairs_of(row):
     return [*itertools.combinations(row.items(), 2)]
 
@@ -101,8 +117,11 @@ def name_of(row):
     return f"{row['scheme']}-{row['order']}-{row['mask']}-{heads}_{kv_heads}-cp{cp}_sp{sp}_tp{tp}"
 
 
-def outputs_and_gradients(function, order, mask, heads):
-    """Returns out, lse and every gradient, in the order of the text; `test_ulysses` has it for orders that are fixed."""
+def outputs_and_gradients(function, order, mask, heads, programs):
+    """Returns out, lse and every gradient, in the order of the text; `test_ulysses` has it for orders that are fixed.
+
+    A program is compiled unless `programs` has it by its text.
+    """
     index = order.text_indices(np.where(IDS >= 0, places(IDS) + 1, 0)) if order.carried else None
     *arrays, sinks, slopes = drawn(*heads)
     options = {n: order.permute(x, index=index) if n.endswith("segment_ids") else x for n, x in MASKS[mask].items()}
@@ -125,17 +144,23 @@ def outputs_and_gradients(function, order, mask, heads):
         # A row with no key has lse -inf; its cotangent must not matter.
         return out, lse, *pull((d_out, jnp.where(jnp.isfinite(lse), d_lse, 0)))
 
-    *results, others = run(*(order.permute(x, index=index) for x in arrays), floats)
+    given = (*(order.permute(x, index=index) for x in arrays), floats)
+    lowered = run.lower(*given)
+    text = lowered.as_text()
+    # Constants are in the text, and so are the mesh and its sizes. Schemes that agree for a mask have one program.
+    if text not in programs:
+        programs[text] = lowered.compile()
+    *results, others = programs[text](*given)
     found = [order.inverse(np.asarray(x), index=index) for x in results]
     return found + [np.asarray(others[name]) for name in sorted(others)]
 
 
-def check(row):
+def check(row, programs):
     cp, sp, tp = row["mesh"]
     order = Order(row["order"], cp * sp, STRIPE if row["order"] in ("striped", "balanced") else 1)
     mesh = make_mesh(cp=cp, sp=sp, tp=tp)
     split = functools.partial(ring_attention, mesh=mesh, order=order, scheme=SCHEMES[row["scheme"]])
-    got = outputs_and_gradients(split, order, row["mask"], row["heads"])
+    got = outputs_and_gradients(split, order, row["mask"], row["heads"], programs)
     assert_close(got, on_one_device(row["mask"], row["heads"]), name_of(row))
 
 
@@ -143,8 +168,8 @@ def in_turn():
     """Returns the environment of a process in which transfers begin one by one, and which keeps no program."""
     flags = [os.environ.get("XLA_FLAGS", ""), IN_TURN]
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    kept = {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": "cpu"}
-    return os.environ | kept | {"XLA_FLAGS": " ".join(flags)}
+    kept = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": "false"}
+    return os.environ | kept | {"PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
 
 
 def made(names):
@@ -185,38 +210,36 @@ def same(before):
     return subprocess.run(command, cwd=Path(__file__).parents[1]).returncode == 0
 
 
-def make(names, workers, file):
-    """Makes rows in some processes at once, without those that a file has for this code; returns those that failed."""
-    passed, failed, begin = set(), {}, time.time()
+def make(rows, workers, file):
+    """Makes rows in some processes at once, without those that a file has for this code; returns how many failed."""
+    names, passed, failed, begin, lock = {name_of(row) for row in rows}, set(), [], time.time(), threading.Lock()
     if file:
         now, path = commit(), Path(file)
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         good = {c for c in {c for c, _ in lines} if same(c)}
-        passed = {name for c, name in lines if c in good}.intersection(names)
-    left = [name for name in names if name not in passed]
-    before = len(passed)
+        passed = {name for c, name in lines if c in good} & names
+    left, before = [row for row in rows if name_of(row) not in passed], len(passed)
     print(f"{before} of {len(names)} rows have passed before", flush=True)
 
-    def work(part):
-        for name, said in made(part):
+    def work(some):
+        for name, said in made([name_of(row) for row in some]):
             with lock:
                 if said:
-                    failed[name] = said
+                    failed.append(name)
                     print(f"FAILED {name}: {said}", flush=True)
                     continue
                 passed.add(name)
                 if file:
                     with path.open("a") as out:
                         out.write(f"{now} {name}\n")
-                if len(passed) % 100 == 0:
-                    each = (time.time() - begin) / (len(passed) - before + len(failed))
+                if (len(passed) - before) % 100 == 0:
+                    each = (time.time() - begin) / (len(passed) - before)
                     print(f"{len(passed)} of {len(names)} rows have passed, {each:.2f} s each", flush=True)
 
-    lock = threading.Lock()
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, [left[i::workers] for i in range(workers)]))
-    print(f"{len(passed)} of {len(names)} rows have passed, {len(failed)} have failed", *failed, sep="\n", flush=True)
-    return failed
+        list(pool.map(work, (in_groups(left, i, workers) for i in range(workers))))
+    print(f"{len(passed)} of {len(names)} rows have passed, {len(failed)} failed", *failed, sep="\n", flush=True)
+    return len(failed)
 
 
 @pytest.mark.slow
@@ -233,18 +256,27 @@ def test_the_rows_have_every_pair():
     assert {pair for row in covering() for pair in pairs_of(row)} == {pair for row in whole() for pair in pairs_of(row)}
 
 
+def rows_given():
+    """Makes the rows whose names come in; prints each that has passed."""
+    gc.freeze()  # traces have no cycles, and what is there by now stays
+    gc.set_threshold(150_000, 10, 10)
+    rows, before, programs = {name_of(row): row for row in whole()}, None, {}
+    for name in sys.stdin.read().split():
+        if together(rows[name]) != before:
+            before = together(rows[name])
+            programs.clear()
+            jax.clear_caches()
+        check(rows[name], programs)
+        print(name, flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "rows":
-        rows = {name_of(row): row for row in whole()}
-        for i, one in enumerate(sys.stdin.read().split()):
-            check(rows[one])
-            print(one, flush=True)
-            if i % 50 == 49:
-                jax.clear_caches()
+        rows_given()
         sys.exit()
     import conftest  # noqa: F401  the flags of tests
 
-    given = dict(argument.split("=", 1) for argument in sys.argv[2:] if "=" in argument)
+    options = dict(argument.split("=", 1) for argument in sys.argv[2:] if "=" in argument)
     number, parts = map(int, ([a for a in sys.argv[2:] if "=" not in a] or ["1/1"])[0].split("/"))
-    names = [name_of(row) for row in {"covering": covering, "whole": whole}[sys.argv[1]]()[number - 1 :: parts]]
-    sys.exit(bool(make(names, int(given.get("workers", os.cpu_count())), given.get("done"))))
+    chosen = in_groups({"covering": covering, "whole": whole}[sys.argv[1]](), number - 1, parts)
+    sys.exit(make(chosen, int(options.get("workers", os.cpu_count())), options.get("done")) > 0)
