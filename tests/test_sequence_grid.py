@@ -31,7 +31,15 @@ STRIPE = 4
 # ring both ways round and one of two levels have several on their way: tests/test_both_ways.py and test_sequence.py have these.
 IN_TURN = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 PARTS = 12
-CODE = ("ejdist", "kernels")
+# What a row runs and is compared by, as paths of git. Other operations have no part in it.
+CODE = (
+    ":(glob)ejdist/*.py",
+    "ejdist/sequence/*.py",
+    "kernels/engines/*.py",
+    "kernels/framework/*.py",
+    "kernels/ops/flash_attention/*.py",
+    "tests/test_ulysses.py",
+)
 SCHEMES = {
     "ring": Ring(),
     "ring_of_documents": Ring(hops="batch"),
@@ -196,12 +204,12 @@ def made(names):
 
 
 def commit():
-    """Returns the commit whose code is tested; raises where files of it have changed since."""
+    """Returns the last commit that changed the code of rows; raises where files of it have changed since."""
     ask = functools.partial(subprocess.run, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     changed = ask(["git", "status", "--porcelain", "--", *CODE]).stdout
     if changed:
         raise SystemExit(f"done=FILE says at which commit a row passed: commit first\n{changed}")
-    return ask(["git", "rev-parse", "HEAD"]).stdout.strip()
+    return ask(["git", "log", "-1", "--format=%H", "--", *CODE]).stdout.strip()
 
 
 def same(before):
@@ -245,7 +253,7 @@ def make(rows, workers, file):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_the_numbers_of_one_device(part):
-    """Of every pair of factors; the whole product is `python tests/test_sequence_grid.py whole [PART/PARTS]`."""
+    """Of every pair of factors; `ejdist/sequence/README.md` says how the whole product is run."""
     for name, said in made([name_of(row) for row in covering()[part - 1 :: PARTS]]):
         assert not said, f"{name}: {said}"
 
