@@ -35,7 +35,8 @@ PARTS = 12
 CODE = (
     ":(glob)ejdist/*.py",
     "ejdist/sequence/*.py",
-    "kernels/engines/*.py",
+    "kernels/engines/attention/*.py",
+    "kernels/engines/matmul/*.py",
     "kernels/framework/*.py",
     "kernels/ops/flash_attention/*.py",
     "tests/test_ulysses.py",
