@@ -243,7 +243,7 @@ def _fitting(scheme: Scheme, axis: tuple[str, ...], ranks: int) -> Scheme:
     if isinstance(scheme, Local) and ranks > 1:
         raise ValueError(
             f"exchange: argument 'scheme' = 'local' is for one rank, but 'axis' = {axis} has {ranks}; use one of "
-            f" {', '.join(n for n, s in SCHEMES.items() if s is not Local)}"
+            f"{', '.join(n for n, s in SCHEMES.items() if s is not Local)}"
         )
     return Local() if ranks == 1 else scheme
 
