@@ -86,6 +86,11 @@ def train(
         replicas'. HostsDiffer: the hosts were started with different inputs; nothing was written. HostLost: a host does not
         answer.
     """
+    if not isinstance(sections, TrainSections):
+        raise ValueError(
+            f"train: argument 'sections' is {type(sections).__name__}; give a recipe, recipes.schema.compose([KEY=VALUE]), "
+            "or TrainSections(model=...)"
+        )
     if loss is None:
         return _train(sections, batches, devices, log, began)
     with named_loss(loss) as name:
