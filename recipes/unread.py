@@ -70,6 +70,8 @@ def unread(arguments: Sequence[str], recipe: Any) -> list[str]:
         why["model.rope_scaling"] = "model.rope_factor = 1 stretches nothing; give how many times longer rows become"
     if recipe.data.packing != "whole" and not recipe.curriculum:
         why["data.too_long"] = f"data.packing = {recipe.data.packing} cuts what is longer than a row"
+    if recipe.accumulation == 1 and not recipe.curriculum:
+        why["optimizer.accumulate"] = "accumulation = 1 adds no gradients up"
     off = "evaluation.every = 0 measures nothing while the run trains"
     why |= (
         {}

@@ -276,6 +276,8 @@ LATENT += ["model.latent.kv_rank=16", "model.latent.rope_dim=8"]
             [0, 2, 3],
         ),
         (["evaluation.data=a.txt", "evaluation.every=2", "evaluation.batches=2"], []),
+        (["optimizer.accumulate=bfloat16"], [0]),
+        (["optimizer.accumulate=bfloat16", "accumulation=2"], []),
         # What a run refuses anyway: it says that alone.
         (["model.layer_pattern=[nothing]", "model.ffn_dim=64"], []),
         (["model.layer_pattern=[gated_delta+mlp]", "model.ffn_dim=64"], []),

@@ -113,6 +113,9 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
             check_base(s.lora, init_from)
             if init_from is not None:
                 source = open_source(init_from, s.model, [stage.sections.model for stage in opened.stages])
+                if batches is None:
+                    for line in source.told_of_tokenizer(opened.data.corpus.tokenizer.fingerprint):
+                        log(line)
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         if hosts.count > 1 and not opened.checkpoints_found:
             weights |= digests(opened.program.trained)
