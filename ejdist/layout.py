@@ -66,10 +66,14 @@ class Layout:
                 if self is DEFAULT or not lacks
                 else f" (the layout names the axis {lacks[0]!r}, which this mesh does not have)"
             )
+            remedy = (
+                "Declare a layout, such as ejdist.set_layout(B=('data',), N='model', K='model', F='model', V='model')"
+            )
+            if {*mesh.shape} <= {a for axes in DEFAULT.activations.values() for a in axes}:
+                remedy = "Call ejdist.set_layout() to go back to that of ejdist.make_mesh, which made this mesh, or declare one"
             raise ValueError(
                 f"the mesh {dict(mesh.shape)} has the axes {', '.join(map(repr, strange))}, and nothing says which dims are "
-                f"sharded over them{absent}, so every device would do all the work. Declare a layout, such as "
-                "ejdist.set_layout(B=('data',), N='model', K='model', F='model', V='model'), or give in_specs; to replicate "
+                f"sharded over them{absent}, so every device would do all the work. {remedy}, or give in_specs; to replicate "
                 "over an axis: set_layout(..., replicated=('name',))"
             )
 
@@ -118,6 +122,10 @@ class set_layout:
     ) -> None:
 
         def axes(table: Mapping[str, str | tuple[str, ...]], what: str) -> Axes:
+            if not isinstance(table, Mapping):
+                raise ValueError(
+                    f"set_layout: argument 'parameters' must map dims to axes, {{'D': 'data'}}, got {table!r}"
+                )
             unknown = sorted(set(table) - set(VOCABULARY))
             if unknown:
                 raise ValueError(

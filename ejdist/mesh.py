@@ -289,6 +289,6 @@ def check_axis(axis_name: str, mesh: Any = None) -> None:
     mesh = current_mesh() if mesh is None else mesh
     if mesh is not None and axis_name not in mesh.axis_names:
         raise ValueError(
-            f"argument 'axis_name' = {axis_name!r} is not an axis of the mesh {dict(mesh.shape)}: name the one that splits the "
-            "sequence, or declare it once, ejdist.set_layout(T=AXIS)"
+            f"argument 'axis_name' = {axis_name!r} (that of the layout's T, where none is given) is not an axis of the mesh "
+            f"{dict(mesh.shape)}: name the one that splits the sequence, or declare it once, ejdist.set_layout(T=AXIS)"
         )

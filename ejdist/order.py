@@ -59,7 +59,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise ValueError(f"sequence.order = {self.name!r} is unknown; use one of {', '.join(NAMES)}")
+            raise ValueError(f"an order's 'name' = {self.name!r} is unknown; use one of {', '.join(NAMES)}")
         # Part of what a program is compiled for, so no traced numbers.
         for what, n in (
             ("'shards' must be the number of ranks", self.shards),

@@ -1,6 +1,6 @@
 """A trainer of one's own on the operations of `ejdist`: two layers on this file's own text, sharded parameters and sequence.
 
-python examples/custom_trainer.py    # on the devices there are; XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four
+python examples/custom_trainer.py    # on the devices there are; four of a CPU: "In your own trainer" in README.md
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.arguments import key_of
+from recipes.arguments import in_shell, key_of
 
 
 def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]:
@@ -49,7 +48,7 @@ def _is_published(model: Any) -> bool:
 
 
 def _command(name: str, words: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", f"launch.{name}", *words])
+    return in_shell(["python", "-m", f"launch.{name}", *words])
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -40,7 +40,8 @@ def parse_answers(tasks: Sequence[str], values: Mapping[str, Any]) -> AnswersArg
     if "answers" not in tasks:
         return None
     if not (values["prompts"] or "").endswith(".jsonl"):
-        raise ValueError(f"tasks=answers needs prompts=FILE.jsonl, got {values['prompts']!r}")
+        got = "" if values["prompts"] is None else f", got {values['prompts']!r}"
+        raise ValueError(f"tasks=answers needs prompts=FILE.jsonl{got}")
     if not (values["max_tokens"].isdecimal() and 1 <= int(values["max_tokens"]) < 2**31):
         raise ValueError(f"max_tokens = {values['max_tokens']!r} must be a positive number")
     if values["chat"] not in ("auto", "true", "false"):

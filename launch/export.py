@@ -88,7 +88,7 @@ def print_recipe(folder: str) -> None:
     from ejdist.paths import check_folder
     from ejdist.weights.match import overrides
     from ejdist.weights.published import read_published
-    from recipes.arguments import assigned
+    from recipes.arguments import assigned, in_shell
     from recipes.schema import compose
 
     check_folder("from", folder)
@@ -101,7 +101,7 @@ def print_recipe(folder: str) -> None:
     lines += [f"model.compute_dtype={published.computed_in()}", assigned("model.init_from", folder)]
     lines += [assigned("data.tokenizer", folder)] if (where / "tokenizer.json").is_file() else []
     for line in lines:
-        print(shlex.quote(line) if sys.stdout.isatty() else _word(line))
+        print(in_shell([line]) if sys.stdout.isatty() else _word(line))
 
 
 def _word(text: str) -> str:

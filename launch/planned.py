@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from ejdist.documents import ONE
 from ejdist.planning.links import NETWORK
-from recipes.arguments import key_of
+from recipes.arguments import in_shell, key_of
 
 GIB = 2**30
 
@@ -45,7 +44,7 @@ def summary(p: Any, keys: set[str]) -> dict[str, Any]:
 
 def text_of(r: dict[str, Any]) -> str:
     """Returns a report as text."""
-    command = " ".join([*map(shlex.quote, r["recipe"]), r["overrides"]])
+    command = " ".join(filter(None, [in_shell(r["recipe"]), r["overrides"]]))
     if "stages" not in r:
         lines = _lines(r | {"topology": r["topology"]}, "the recipe")
         return "\n".join([*lines, *(_pasted(command, r["searched"]) if r["fits"] else ())])
@@ -55,7 +54,7 @@ def text_of(r: dict[str, Any]) -> str:
         lines += [name, *_lines(one | {n: r[n] for n in ("topology", "memory_of_a_device")}, "the stage"), ""]
     if r["fits"]:
         searched = any(one["searched"] for one in r["stages"])
-        lines += _pasted(" ".join([*map(shlex.quote, r["kept"]), r["overrides"]]), searched)
+        lines += _pasted(" ".join(filter(None, [in_shell(r["kept"]), r["overrides"]])), searched)
     else:
         lines.append(
             "the curriculum does not fit: " + ", ".join(f"stage {s['stage']}" for s in r["stages"] if not s["fits"])

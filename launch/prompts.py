@@ -59,7 +59,7 @@ def read_prompts(prompt: str | None, file: str | None) -> list[Prompt]:
     read = _of_row if name.endswith(".jsonl") else _of_line
     prompts = [_read(read, line, f"{name}, line {i}") for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
     if not prompts:
-        raise ValueError(f"{name} has no prompts: give one a line")
+        raise ValueError(f"{name} has no prompts: give one a line{', or prompt=TEXT' * (file is None)}")
     return prompts
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import ABORTED, DONE, HOST_LOST, PREEMPTED
-from recipes.arguments import Arguments, Job, RecipeError, jobs_of, quoted
+from recipes.arguments import Arguments, Job, RecipeError, assigned, jobs_of
 from recipes.plugins import load_plugins
 from recipes.schema import compose, texts_of
 
@@ -67,7 +67,7 @@ def _command(job: Job, a: Arguments) -> tuple[Path, list[str]]:
     except ValueError as error:
         raise RecipeError(f"run {job.name}: {error}") from error
     folder = Path(recipe.run.dir) / job.name
-    return folder, [sys.executable, "-m", "launch.train", *words, f"run.dir={quoted(str(folder))}"]
+    return folder, [sys.executable, "-m", "launch.train", *words, assigned("run.dir", str(folder))]
 
 
 def _loss(folder: Path) -> str:

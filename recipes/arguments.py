@@ -237,7 +237,7 @@ def unreadable(override: str) -> str:
     whole = f'{name}="{value}"' if not re.search(r"[\\\"]", value) else f"{name}={quoted(value)}"
     return (
         f"cannot read the value of {override!r}: a list is written {name}=[a,b], and anything with special characters "
-        f"in quotes inside those of the shell: {shlex.quote(whole)}; for a run with each of several values give --multirun (-m)"
+        f"in quotes inside those of the shell: {in_shell([whole])}; for a run with each of several values give --multirun (-m)"
     )
 
 
@@ -276,3 +276,9 @@ def assigned(key: str, text: str) -> str:
 def quoted(text: str) -> str:
     """Returns a text as a value that Hydra's grammar reads as it is."""
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", text)) + "'"
+
+
+def in_shell(words: Sequence[str]) -> str:
+    """Returns a command line as a shell takes it. A word with single quotes, such as a value for Hydra's grammar, is in double
+    ones: `shlex.quote` would write five quotes for each of its own."""
+    return " ".join(f'"{w}"' if "'" in w and not re.search(r'["$`\\!\n]', w) else shlex.quote(w) for w in words)

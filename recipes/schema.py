@@ -17,16 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.cluster.section import ClusterSection
-from ejdist.mesh import SEQUENCE_AXES
 from ejdist.models.decoder import DecoderConfig, decoder_type
-from ejdist.models.parts import PARTS
-from ejdist.models.stack import counted_parts
-from ejdist.registered import LOSS, OPTIMIZER, PluginError, entry_of, grown, sections_of
-from ejdist.sections import validate
-from ejdist.sequence.schemes import SCHEMES
-from ejdist.training.attending import by_scheme
-from ejdist.training.curriculum import is_of, named, unused
-from ejdist.training.optimizer import MUON, OptimizerSection
+from ejdist.registered import LOSS, OPTIMIZER, PluginError, grown, sections_of
+from ejdist.training.curriculum import StageSection, is_of, named, unused
+from ejdist.training.optimizer import OptimizerSection
 from ejdist.training.program import TrainSections
 from ejdist.weights.files import WeightsError
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, read, value_of
@@ -35,8 +29,9 @@ from recipes.hostile import secret_in, too_many_values
 from recipes.plugins import check_loaded, load_plugins
 from recipes.published import check as check_published
 from recipes.published import fill, leaves
+from recipes.unread import unread
 from recipes.variant_words import variant, within
-from recipes.words import TOLD, meaning
+from recipes.words import MEANT, TOLD, last_part, meaning
 
 __all__ = [
     "GROUPS",
@@ -180,73 +175,6 @@ def compose(arguments: Sequence[str]) -> Recipe:
     return _composed(read(arguments))[1]
 
 
-def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
-    """Returns a sentence for each key of a command line that nothing reads beside the other keys of its recipe. It is reported,
-    not refused: the next run of a sweep may read it, and models set more keys than all of their layers need."""
-    model = recipe.model
-    try:
-        validate(model)
-    except ValueError:  # the run refuses it in a sentence of its own, and what its layers read cannot be told
-        return []
-    parts = model.part_names()
-    why = {}
-    if "experts" not in parts:
-        why["experts."] = "no layer of the model has experts"
-    if not parts & {"mlp", "ungated_mlp"}:
-        why["model.ffn_dim"] = "no layer has an MLP; the width of experts is model.experts.ffn_dim"
-    if not model.plain():
-        why |= dict.fromkeys(
-            ("model.head_dim", "model.num_kv_heads"),
-            "no layer has plain attention: every other mixer has a section, as latent attention has model.latent",
-        )
-    if entry_of(OPTIMIZER, recipe.optimizer.name) is not None:
-        adam = f"optimizer.name = {recipe.optimizer.name} is not AdamW"
-        why |= dict.fromkeys(("optimizer.b1", "optimizer.b2", "optimizer.eps"), adam)
-    if recipe.optimizer.name != MUON:
-        why[f"optimizer.{MUON}."] = f"optimizer.name = {recipe.optimizer.name}"
-    if entry_of(LOSS, recipe.loss) is not None:
-        why["z_loss"] = f"loss = {recipe.loss} is not the cross entropy"
-    for kind, chosen, where in ((OPTIMIZER, recipe.optimizer.name, "optimizer."), (LOSS, recipe.loss, "")):
-        others = [name for name in sections_of(kind) if name != chosen]
-        why |= {f"{where}{name}.": f"{where}name = {chosen}" if where else f"loss = {chosen}" for name in others}
-    several = (
-        ("experts", recipe.experts.axes, ("exchange", "dispatch", "chunks", "buffer", "max_ranks", "overlap")),
-        ("sequence", SEQUENCE_AXES, [f.name for f in dataclasses.fields(recipe.sequence) if f.name != "verify"]),
-    )
-    for section, axes, names in several:
-        if not recipe.curriculum and all(recipe.mesh.sizes[axis] == 1 for axis in axes):
-            reason = f"one device has all of it, {', '.join(f'mesh.{axis} = 1' for axis in axes)}"
-            why |= dict.fromkeys((f"{section}.{name}" for name in names), reason)
-    if parts <= PARTS.keys() and not by_scheme(model):
-        reason = "no layer attends by a scheme: sparse attention gathers its keys, and recurrences pass a state on"
-        # Sparse attention sends blocks where the scheme has a buffer for them.
-        blocks = SCHEMES[recipe.sequence.named]().blocks is not None and any(
-            part.selects for part in counted_parts(model)
-        )
-        effective = {"order", "stripe", "verify", *(("scheme", "buffer") if blocks else ())}
-        ways = [f"sequence.{f.name}" for f in dataclasses.fields(recipe.sequence) if f.name not in effective]
-        why = dict.fromkeys(ways, reason) | why
-    idle = {"window_scheme": model.sliding_window is None, "latents": not model.latent.kv_rank}
-    if parts <= PARTS.keys():  # of a plugin's part it is not known
-        why = {f"sequence.{name}": "no layer has what it is about" for name in idle if idle[name]} | why
-    if model.rope_scaling and model.rope_factor == 1 and model.rope_attention_factor is None and not recipe.curriculum:
-        why["model.rope_scaling"] = "model.rope_factor = 1 stretches nothing; give how many times longer rows become"
-    if recipe.data.packing != "whole" and not recipe.curriculum:
-        why["data.too_long"] = f"data.packing = {recipe.data.packing} cuts what is longer than a row"
-    if not recipe.lora.rank:
-        why["lora."] = "lora.rank = 0 trains all parameters"
-    if recipe.optimizer.schedule != "wsd":
-        why["optimizer.decay_fraction"] = (
-            f"optimizer.schedule = {recipe.optimizer.schedule} has no decay phase; wsd has"
-        )
-    if recipe.optimizer.schedule == "constant":
-        why["optimizer.final_ratio"] = "optimizer.schedule = constant keeps its rate"
-    first = [
-        (word, next((key for key in why if key_of(word).startswith(key)), None)) for word in read(arguments).overrides
-    ]
-    return [f"{word} changes nothing: {why[key]}" for word, key in first if key is not None]
-
-
 # How processes find each other depends on where a run runs, and may differ between equal runs.
 _HEAD = """# @package _global_
 # Composed by python -m launch.train --cfg job; saved as DIR/recipe/NAME.yaml it is recipe=NAME with --config-dir DIR.
@@ -381,13 +309,23 @@ def _explain(error: BaseException) -> str:
     if not key:
         return first
     first = re.sub(r"Invalid value assigned: (\w+) is not a ListConfig.*", r"\1 is not a list; write [a,b]", first)
+    first = re.sub(r"Cannot merge DictConfig with ListConfig", "keys are not a list; write [a,b]", first)
+    first = re.sub(
+        r"Invalid type assigned: .* StageSection. value: (.*)", r"\1 is no stage, which is {until: 100}", first
+    )
+    first = re.sub(r"Cannot convert '\w+' to string: '(.*)'", r"\1 must be one word, without brackets", first)
+    stage = "a stage of curriculum: " if "object_type=StageSection" in text else ""
+    where = f"{f'{file}: ' if file else ''}{stage}{key[1]}"
     if kind := re.fullmatch(r"Value (.*) of type '\w+' could not be converted to (Integer|Float)", first):
-        return f"{f'{file}: ' if file else ''}{key[1]} = {kind[1]} must be {'a whole' if kind[2] == 'Integer' else 'a'} number"
+        return f"{where} = {kind[1]} must be {'a whole' if kind[2] == 'Integer' else 'a'} number"
     if "not in" not in first:
-        return f"{f'{file}: ' if file else ''}{key[1]}: {first}"
+        return f"{where}: {first}"
     if key[1] in GROUPS and key[1] not in keys_of() and file.startswith(f"{key[1]}/"):
         return f"{file} must begin with the line '# @package _global_', with keys of any section below it"
-    return f"unknown key {key[1]!r}{f' in {file}' if file else ''}{_nearest(key[1], keys_of())}"
+    known = [f.name for f in dataclasses.fields(StageSection)] if stage else keys_of()
+    ours = [last_part(word) for word in MEANT.get(key[1], ())] if stage else []
+    near = next((f"; did you mean {name!r}?" for name in ours if name in known), None) or _nearest(key[1], known)
+    return f"{stage}unknown key {key[1]!r}{f' in {file}' if file else ''}{near}"
 
 
 def _remedy(missing: str) -> str:

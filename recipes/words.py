@@ -257,7 +257,7 @@ _TOLD = (
         "fp8 enable_fp8 float8 fp8_recipe fp8_lm_head",
     ),
     (
-        "every step is compiled",
+        "every step is compiled; finalists=0 of launch.plan predicts a plan and compiles nothing",
         "compile torch_compile jit",
     ),
     (

@@ -9,6 +9,7 @@ from small_run import TINY
 from launch.after import next_commands
 from launch.errors import DONE
 from launch.train import main
+from recipes.arguments import assigned, in_shell
 from recipes.schema import compose
 
 
@@ -46,6 +47,14 @@ def test_an_export_that_would_be_refused_does_not_come_next():
         "report",
         "train",
     ]
+
+
+def test_a_command_of_a_sweep_is_printed_in_two_kinds_of_quotes():
+    given = ["recipe=long_context", "run.steps=7", assigned("run.dir", "o/run.seed=1,run.steps=7"), "run.trackers=[]"]
+    *_, longer = next_commands(given, compose(given), 7)
+    assert """ "run.dir='o/run.seed=1,run.steps=7'" """ in longer and """'"'""" not in longer
+    for hard in ("a'b", "a'b$c", "a'b`c", "a'b!c", "a'b\\c", "a'b\"c", "a'b\nc", "a b", ""):
+        assert shlex.split(in_shell(["x", hard])) == ["x", hard]
 
 
 def test_what_comes_next_keeps_what_the_run_was_given():

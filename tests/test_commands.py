@@ -128,6 +128,11 @@ def test_a_key_that_is_given_beside_its_variant_is_taken_however_it_is_written(m
         (["-m", "model=glob(*)"], "give the values of a sweep as"),
         ([f"run.steps={10**20}"], f"run.steps = {10**20} does not fit in 64 bits; give a smaller number"),
         ([f"curriculum=[{{until: {10**20}}}]"], f"curriculum[0].until = {10**20} does not fit in 64 bits"),
+        (["curriculum=[{until: 1, seq_len: 32}, {}]"],
+         "a stage of curriculum: unknown key 'seq_len'; did you mean 'sequence_length'?"),
+        (["curriculum=[{until: x}, {}]"], "a stage of curriculum: until = 'x' must be a whole number"),
+        (["curriculum=[3]"], "curriculum[0]: 3 is no stage, which is {until: 100}"),
+        (["sequence.scheme=[ring,halo]"], "sequence.scheme: ['ring', 'halo'] must be one word, without brackets"),
         (["-m", "run.seed=1,2", "run.stpes=3"], "run run.seed=1: unknown key 'run.stpes'; did you mean 'run.steps'?"),
     ],
 )  # fmt: skip
@@ -266,6 +271,13 @@ LATENT += ["model.latent.kv_rank=16", "model.latent.rope_dim=8"]
         (["model.rope_scaling=linear", "model.rope_factor=2"], []),
         (["data.too_long=skip", "data.packing=even"], [0]),
         (["data.too_long=skip", "data.packing=whole"], []),
+        (
+            ["evaluation.data=a.txt", "evaluation.every=0", "evaluation.batches=2", "evaluation.sample_tokens=8"],
+            [0, 2, 3],
+        ),
+        (["evaluation.data=a.txt", "evaluation.every=2", "evaluation.batches=2"], []),
+        (["optimizer.accumulate=bfloat16"], [0]),
+        (["optimizer.accumulate=bfloat16", "accumulation=2"], []),
         # What a run refuses anyway: it says that alone.
         (["model.layer_pattern=[nothing]", "model.ffn_dim=64"], []),
         (["model.layer_pattern=[gated_delta+mlp]", "model.ffn_dim=64"], []),

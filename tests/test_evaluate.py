@@ -358,7 +358,7 @@ def test_what_the_model_was_trained_on_is_said(corpus):
         (["run.dir=a", "step=1", "step=2"], "step is given twice"),
         (["run.dir=a", "to=/nowhere/at/all.json"], "an existing folder"),
         (["run.dir=a", "to=found.txt"], "must be a file .json"),
-        (["run.dir=a", "tasks=answers"], "tasks=answers needs prompts=FILE.jsonl, got None"),
+        (["run.dir=a", "tasks=answers"], "tasks=answers needs prompts=FILE.jsonl"),
         (["run.dir=a", "prompts=a.jsonl"], "prompts is for tasks=answers; add that, or leave it out"),
         (
             ["run.dir=a", "tasks=answers", "prompts=a.jsonl", "max_tokens=0"],

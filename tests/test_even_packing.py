@@ -129,5 +129,5 @@ def test_the_run_says_how_even_rows_are(tmp_path):
     assert line == (
         "data.source: documents lie in rows so that these have even attention (data.packing=even): the sum of the squares of "
         f"their lengths has a standard deviation of {sums.std() / sums.mean():.2f} of the mean, and 1 of 5 documents are cut, "
-        "1 as they are longer than a row"
+        "1 of them longer than a row"
     )

@@ -314,8 +314,16 @@ ILLEGAL = {
     "room, where all ranks have the same tokens": (lambda: {"mesh": on(ep=2), "rows": 1, "capacity": 1.0}, "capacity"),
     "rows that do not divide": (lambda: {"mesh": on(ep=4), "rows": 6}, "x"),
     "features that do not divide": (lambda: {"mesh": on(ep=2, tp=3)}, "F"),
-    "two levels of one axis": (lambda: {"mesh": on(ep=2), "dispatch": "two_level"}, "'dispatch' of"),
-    "no travel over ranks": (lambda: {"mesh": on(ep=2), "dispatch": "local"}, "'dispatch' of"),
+    "two levels of one axis": (lambda: {"mesh": on(ep=2), "dispatch": "two_level"}, "'dispatch' = 'two_level' needs"),
+    "no travel over ranks": (lambda: {"mesh": on(ep=2), "dispatch": "local"}, "'dispatch' = 'local' is for"),
+    "sums in 8 bits that nothing sends": (
+        lambda: {"mesh": on(ep=2), "dispatch": "all_gather", "exchange": "fp8"},
+        "'exchange' = 'fp8' has 8-bit sums",
+    ),
+    "the ranks of a mesh": (
+        lambda: {"mesh": on(ep=2), "ranks": 2},
+        "'ranks' is that of the experts' mesh axes, here 2",
+    ),
     "no tokens": (lambda: {"mesh": on(ep=2), "rows": 0}, "'x' of shape"),
     "specs of another mesh": (lambda: {"mesh": on(ep=2), "in_specs": (P("data"),)}, "data"),
     "specs that split D": (lambda: {"mesh": on(ep=2), "in_specs": (P(None, None, "ep"),)}, "D"),

@@ -445,7 +445,10 @@ def test_an_adapter_that_peft_cannot_name_or_takes_not_is_not_written(name, said
         ),
         ("lora.rank=2 lora.targets=[attention_norm]", "'attention_norm', a parameter of no projection"),
         ("recipe=moe lora.rank=2 lora.targets=[experts_down]", "'experts_down', a parameter of experts or beside them"),
-        ("lora.rank=65", "lora.rank = 65 is more than 64, the smaller side of 'key'"),
+        (
+            "lora.rank=65",
+            "lora.rank = 65 is more than 64, the smaller side of 'key': give at most that, or lora.targets=[query,output,gate,",
+        ),
     ],
 )
 def test_a_wrong_key_is_named_with_what_to_do(words, said):

@@ -140,8 +140,18 @@ def test_what_a_mesh_does_not_have_is_named():
     layout = r"has the axes 'data', and nothing .* over them \(the layout names the axis 'dta', which this mesh does not have\)"
     with set_layout(B="dta", T="seq"), pytest.raises(ValueError, match=layout):
         rms_norm(jnp.ones((2, 8, 8)), mesh=mesh)
-    with pytest.raises(ValueError, match=r"'axis_name' = 'sp' is not an axis .* name the one that splits the sequence"):
+    with pytest.raises(
+        ValueError, match=r"'axis_name' = 'sp' \(that of .*\) is not an axis .* name the one that splits"
+    ):
         ring_attention(q, q, q, causal=True, mesh=mesh)
+    own = make_mesh(dp=2, sp=2)  # of which a layout for another mesh is in force
+    with (
+        set_layout(B="data"),
+        pytest.raises(ValueError, match=r"Call ejdist.set_layout\(\) to go back to that of ejdist.make"),
+    ):
+        rms_norm(jnp.ones((2, 8, 8)), mesh=own)
+    with pytest.raises(ValueError, match=r"argument 'parameters' must map dims to axes, \{'D': 'data'\}, got 'data'"):
+        set_layout(T="seq", parameters="data")  # type: ignore
 
 
 def test_specs_say_where_dims_are():

@@ -231,6 +231,11 @@ def test_latent_attention_follows_the_order():
 # -- the layout --------------------------------------------------------------------------------------------------------
 
 
+def test_an_order_that_does_not_exist_is_refused_in_the_words_of_a_trainer_of_ones_own():
+    with pytest.raises(ValueError, match=r"^an order's 'name' = 'zigzags' is unknown; use one of contiguous, zigzag"):
+        Order("zigzags", 2)
+
+
 def test_an_order_of_the_layout():
     with pytest.raises(
         ValueError, match="set_layout: argument 'order' = 'diagonal' is unknown; use one of contiguous, zigzag"

@@ -467,6 +467,10 @@ def test_what_it_says_of_eight_chips(capsys):
         (["devices=8", "device=h200", "recipe=moe", "experts.capacity=0"], "experts.capacity must be a number above 0"),
         (["topology=v5p:2x2x1", "topology=v5p:4x4x4"], "topology is given twice"),
         (["--config-dir", "device", "topology=v5p:2x2x1"], "--config-dir device"),
+        (
+            ["devices=8", "device=h200", "compile=false"],
+            "finalists=0 of launch.plan predicts a plan and compiles nothing",
+        ),
         (["topolgy=v5p:2x2x1"], "unknown key 'topolgy'; did you mean 'topology'?"),
         (["topology=v5p:2x2x1", "search=yes"], "search must be auto, true or false"),
         (["topology=v5p:3x3x3"], "'v5p:3x3x3' is not available"),

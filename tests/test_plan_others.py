@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ejdist.mesh import mesh_shape
+from ejdist.mesh import make_mesh, mesh_shape
 from ejdist.planning.candidates import candidate_of, ways
 from ejdist.planning.compiled import Compiled
 from ejdist.planning.expert_axes import compared
@@ -13,6 +13,7 @@ from ejdist.planning.ranking import ALIKE, why_later
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.step_time import EXCHANGE, NARROW
 from ejdist.planning.targets import target_of
+from ejdist.training.program import make_program
 from kernels.framework.platforms import Unsupported
 from recipes.schema import compose
 
@@ -171,6 +172,8 @@ def test_experts_are_dispatched_only_as_their_layer_takes_their_rows():
             search(sections, target, {*keys, "experts.dispatch"}, None)
     with pytest.raises(ValueError, match=said):
         as_given_predicted(sections, target)
+    with pytest.raises(ValueError, match=said):  # a run says so too, and not in the arguments of `ejdist.moe`
+        make_program(sections, make_mesh(ep=8))
     alone = compose((MIXED + "mesh.fsdp=8 mesh.ep=1 experts.exchange=fp8 experts.dispatch=all_gather").split())
     assert as_given_predicted(alone, target).rate > 0  # nothing is sent
 

@@ -21,6 +21,7 @@ from ejdist.plugins import LossTerms, Reference, register_loss
 from ejdist.training.data import DataSection, build
 from ejdist.training.data.own_batches import OwnBatches
 from ejdist.training.flops import step_flops
+from ejdist.training.loop import train
 from ejdist.training.losses import BoundModel, Trained, named_loss
 from ejdist.training.step import init_state, make_train_step
 from recipes.schema import compose
@@ -290,6 +291,8 @@ def test_a_loss_from_python_has_the_name_of_its_function():
     assert registered.entry_of("loss", name) is None
     with pytest.raises(ValueError, match="argument 'loss' is 3; give a function"), named_loss(3):  # type: ignore
         pass
+    with pytest.raises(ValueError, match=r"argument 'sections' is str; give a recipe, recipes.schema"):
+        train("recipe=long_context")  # type: ignore
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------

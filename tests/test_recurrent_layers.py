@@ -273,7 +273,7 @@ def test_a_hybrid_goes_on_where_it_stopped(of_one_device, corpus, tmp_path):
         ("rwkv7", ["rwkv7.num_heads=2", "rwkv7.gate_rank=0"], "model.rwkv7.gate_rank must be positive, got 0"),
         ("rwkv7", ["rwkv7.num_heads=2", "rwkv7.value_residual=true"],
          "model.rwkv7.value_residual = true mixes values with those of the first layer, and a layer here gets nothing"),
-        ("mamba3", [], r"'mamba3\+mlp' is not MIXER\+FEED_FORWARD. Mixers: .* mamba2,"),
+        ("mamba3", [], r"'mamba3\+mlp' is not MIXER\+FEED_FORWARD; did you mean 'mamba2\+mlp'\? Mixers: .* mamba2,"),
     ],
 )  # fmt: skip
 def test_sizes_that_make_no_layer_are_refused_by_their_key(kind, changes, said):

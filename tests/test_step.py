@@ -14,7 +14,7 @@ from ejdist.models.decoder import loss as decoder_loss
 from ejdist.models.model import Metric
 from ejdist.models.parameters import initialise, map_declared
 from ejdist.operations import bind_ops
-from ejdist.training.optimizer import OptimizerSection, make_optimizer, make_schedule
+from ejdist.training.optimizer import OptimizerSection, Rate, make_optimizer, make_schedule
 from ejdist.training.step import TrainState, init_state, make_train_step
 
 CONFIG = DecoderConfig(32, 2, 16, 2, 1, 8, 24, attention_bias=True, qk_norm=True)
@@ -172,6 +172,17 @@ def test_schedules():
     np.testing.assert_allclose(constant[10:], 1.0)
     np.testing.assert_allclose(rates(schedule="constant", warmup_steps=0), 1.0)
     assert rates(warmup_steps=1)[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "words"),
+    [(9, 10, None), (10, 10, "10 steps: the warmup takes 9,"), (0, 1, None), (5, 1, "1 step: the warmup takes 0,")],
+)
+def test_a_warmup_that_is_cut_short_is_told(asked, steps, words):
+    notes = Rate(OptimizerSection(warmup_steps=asked), steps).notes
+    assert len(notes) == (words is not None)
+    if words is not None:
+        assert f"optimizer.warmup_steps = {asked} does not fit into {words}" in notes[0]
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5, 100])

@@ -15,7 +15,7 @@ from test_weights import loaded, made, state_in
 from ejdist.mesh import make_mesh
 from ejdist.training import integrity
 from ejdist.training.checkpoint import CheckpointError
-from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
+from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, fingerprint_of, train_bpe
 from ejdist.training.loop import train
 from ejdist.training.program import make_program
 from ejdist.training.restore import start_from
@@ -127,6 +127,17 @@ def test_the_first_state_has_the_weights_and_nothing_else_of_another_run(tmp_pat
     assert np.all(np.asarray(state.buffers["experts"]["load"]) == 1) and np.any(
         np.asarray(state.buffers["experts"]["bias"])
     )
+
+
+def test_a_tokenizer_that_is_not_that_of_the_weights_is_told(trained, tmp_path):
+    there = Run(trained / "run")
+    source = open_source(f"{trained}/run", there.model)
+    own = fingerprint_of(trained / "tokenizer.json")
+    assert source.tokenizer == own == FileTokenizer(trained / "tokenizer.json").fingerprint
+    assert not source.told_of_tokenizer(own) and fingerprint_of(tmp_path / "none") is None
+    (line,) = source.told_of_tokenizer(ByteTokenizer.fingerprint)
+    assert line.startswith(f"data.tokenizer is not that of step 3 of the run in {trained}/run: a token whose id")
+    there.close()
 
 
 def test_weights_of_another_model_are_named_before_anything_is_written(trained, corpus, tmp_path):

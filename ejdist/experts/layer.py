@@ -246,7 +246,7 @@ def moe(
         gradients reduce-scattered.
       on_choice: called with a line that says what "auto" chose, and why, when the call is traced. Formerly `told`.
       platform: backend of the matmuls. None: the fastest for the device; a named one never falls back.
-      routing: every option of `ejdist.route`: score, normalize, bias, router_bias, groups, jitter and so on.
+      routing: every option of `ejdist.route` but `ranks`: score, normalize, bias, router_bias, groups, jitter and so on.
 
     All float arrays except `bias` have gradients. `stats` holds the losses, which you add yourself. On a mesh it covers the
     tokens of all devices; inside a `shard_map` only the rank's own, except `extra_passes` and `high_water`, which are global.
@@ -286,6 +286,8 @@ def moe(
         warnings.warn("moe: argument 'told' is now 'on_choice'", DeprecationWarning, stacklevel=3)
         on_choice = routing.pop("told")
     check_names("moe", routing, _ROUTING)
+    if "ranks" in routing:  # unread without `max_ranks`, and overwritten with it
+        raise _refuse("ranks", f"is that of the experts' mesh axes, here {place.ranks}; leave it out")
     routing |= _limited(max_ranks, place.ranks, E, top_k)
     x, router = reverse_only("moe", (x, router))
     experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ejdist.experts.halves import NONE, OVERLAPS
-from ejdist.experts.narrow import BF16, check_precision
+from ejdist.experts.narrow import BF16, PRECISIONS, check_precision
 from ejdist.experts.rows import MOST_CHUNKS
-from ejdist.experts.schemes import SCHEMES
+from ejdist.experts.schemes import SCHEMES, fitting
 from ejdist.layout import Axes
 from ejdist.mesh import BATCH_AXES, EP, SEQUENCE_AXES
 from ejdist.sections import operational
@@ -83,6 +83,36 @@ class ExpertsSection:
                 f"experts.overlap = {self.overlap!r} halves the rows of a device, which has {rows} of a microbatch ({where}): "
                 f"give at least two, or experts.overlap={NONE}"
             )
+
+    def refusal(self, sizes: Sequence[int]) -> str | None:
+        """Returns why tokens cannot get by `dispatch` to experts over axes of these sizes; None where they can."""
+        ranks = math.prod(sizes)
+        if self.dispatch not in SCHEMES or ranks == 1:
+            return None
+        if (needs := SCHEMES[self.dispatch]().refusal(tuple(sizes))) is None:
+            return self.precision_refusal()
+        return (
+            f"experts.dispatch = {self.dispatch!r} is for experts on {needs}, and experts.axes = {list(self.axes)} has {ranks} "
+            "devices; leave it out, or use auto"
+        )
+
+    def precision_refusal(self) -> str | None:
+        """Returns why rows of `exchange` cannot travel by `dispatch` over any devices; None where they can."""
+        scheme = SCHEMES[self.dispatch]() if self.dispatch in SCHEMES else None
+        does = None if scheme is None else scheme.precision_refusal(self.exchange)
+        if scheme is None or does is None:
+            return None
+        rows = [name for name in PRECISIONS if scheme.precision_refusal(name) is None]
+        ways = fitting((2,) * len(self.axes), self.exchange)
+        return (
+            f"experts.exchange = {self.exchange!r} sends sums in 8 bits, but experts.dispatch = {self.dispatch!r} {does}; use "
+            f"experts.exchange={' or '.join(rows)}, or experts.dispatch={' or '.join(ways)}"
+        )
+
+    def check_dispatch(self, sizes: Mapping[str, int], mixed: bool) -> None:
+        """Raises ValueError where tokens cannot get to experts on a mesh of these sizes; mixed: whether the model has any."""
+        if mixed and (why := self.refusal([sizes.get(axis, 1) for axis in self.axes])) is not None:
+            raise ValueError(why)
 
     def table(self, table: Axes) -> Axes:
         """Returns the table of dims to axes, with the experts on this section's axes."""

@@ -141,7 +141,8 @@ class ExpertsShape:
                     )
         elif self.topk_groups is None or not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(
-                f"model.experts.topk_groups = {self.topk_groups} must be at least 1 and at most num_groups = {self.num_groups}"
+                f"model.experts.num_groups = {self.num_groups} needs model.experts.topk_groups, how many of them, at least 1 "
+                f"and at most {self.num_groups}, got {'null' if self.topk_groups is None else self.topk_groups}"
             )
         elif self.top_k > self.topk_groups * size:
             raise ValueError(
@@ -247,7 +248,8 @@ class DecoderShape:
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""
         period, rest = len(self.layer_pattern), self.num_layers - len(self.first_layers) - len(self.last_layers)
-        return [*self.first_layers, *(self.layer_pattern[i % period] for i in range(rest)), *self.last_layers]
+        between = [self.layer_pattern[i % period] for i in range(rest if period else 0)]
+        return [*self.first_layers, *between, *self.last_layers]
 
     def layers(self) -> list[tuple[str, ...]]:
         """Returns the names of the parts of each layer."""

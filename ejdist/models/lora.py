@@ -97,12 +97,12 @@ def targets_of(layers: Mapping[str, Param], section: LoRASection) -> list[str]:
             "declare one with Param(..., inputs=, adapts=True)"
         )
     targets = [name for name in can if name in section.targets or not section.targets]
+    wide = [name for name in targets if section.rank <= min(sides(layers[name]))]
     for name in targets:
-        least = min(sides(layers[name]))
-        if section.rank > least:
+        if name not in wide:
             raise ValueError(
-                f"lora.rank = {section.rank} is more than {least}, the smaller side of {name!r}: give at most that, or leave "
-                "it out of lora.targets"
+                f"lora.rank = {section.rank} is more than {min(sides(layers[name]))}, the smaller side of {name!r}: give at "
+                f"most that{f', or lora.targets=[{",".join(wide)}], which are wider' if wide else ''}"
             )
     return targets
 

@@ -22,7 +22,7 @@ from ejdist.models.kept import Kept
 from ejdist.models.model import Metrics
 from ejdist.models.parameters import Param, cast
 from ejdist.models.part import LayerContext, Part
-from ejdist.models.parts import PARTS
+from ejdist.models.parts import PARTS, nearest_kind
 from ejdist.models.remat import REMAT, Remat
 from ejdist.order import Order
 from ejdist.packed import Packed
@@ -62,11 +62,13 @@ def check_kinds(c: DecoderShape) -> None:
             known = MIXERS.get(mixer, mixer) in (*mixers, NONE) and feed_forward in (*feed_forwards, NONE)
             if plus and known and (mixer, feed_forward) != (NONE, NONE):
                 continue
+            named = [short.get(name, name) for name in mixers]
+            near = nearest_kind(kind, [*named, NONE], [*feed_forwards, NONE])
             raise ValueError(
-                f"model.{key} = {list(getattr(c, key))}: {kind!r} is not MIXER+FEED_FORWARD. Mixers: "
-                f"{', '.join(short.get(name, name) for name in mixers)}; feed-forwards: {', '.join(feed_forwards)}; none in "
-                f"the place of one of them for a layer without it. {', '.join(ALIASES)} stand for "
-                f"{', '.join(ALIASES.values())}. A part of your own is known with plugins=[MODULE]: see "
+                f"model.{key} = {list(getattr(c, key))}: {kind!r} is not MIXER+FEED_FORWARD"
+                f"{f'; did you mean {near!r}?' if near else '.'} Mixers: {', '.join(named)}; feed-forwards: "
+                f"{', '.join(feed_forwards)}; none in the place of one of them for a layer without it. {', '.join(ALIASES)} "
+                f"stand for {', '.join(ALIASES.values())}. A part of your own is known with plugins=[MODULE]: see "
                 "examples/own_layer.py"
             )
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ejdist.experts.narrow import PRECISIONS
-from ejdist.experts.schemes import SCHEMES, fitting
+from ejdist.experts.schemes import SCHEMES
 from ejdist.models.mixture import has_experts
 from ejdist.planning.candidates import DISPATCH
 from ejdist.planning.ranking import Predicted, ranked
@@ -15,30 +14,12 @@ from ejdist.planning.ranking import Predicted, ranked
 
 def refusal(sections: Any, sizes: tuple[int, ...]) -> str | None:
     """Returns why tokens cannot get to experts over axes of these sizes as the recipe says; None where they can."""
-    e, ranks = sections.experts, math.prod(sizes)
-    if e.dispatch not in SCHEMES or ranks == 1 or not has_experts(sections.model):
-        return None
-    if (needs := SCHEMES[e.dispatch]().refusal(sizes)) is None:
-        return precision_refusal(sections)
-    return (
-        f"{DISPATCH} = {e.dispatch!r} is for experts on {needs}, and experts.axes = {list(e.axes)} has {ranks} devices; leave "
-        "it out, or use auto"
-    )
+    return sections.experts.refusal(sizes) if has_experts(sections.model) else None
 
 
 def precision_refusal(sections: Any) -> str | None:
     """Returns why rows of `experts.exchange` cannot travel by `experts.dispatch` over any devices; None where they can."""
-    e = sections.experts
-    scheme = SCHEMES[e.dispatch]() if e.dispatch in SCHEMES and has_experts(sections.model) else None
-    does = None if scheme is None else scheme.precision_refusal(e.exchange)
-    if scheme is None or does is None:
-        return None
-    rows = [name for name in PRECISIONS if scheme.precision_refusal(name) is None]
-    ways = fitting((2,) * len(e.axes), e.exchange)
-    return (
-        f"experts.exchange = {e.exchange!r} sends sums in 8 bits, but {DISPATCH} = {e.dispatch!r} {does}; use "
-        f"experts.exchange={' or '.join(rows)}, or {DISPATCH}={' or '.join(ways)}"
-    )
+    return sections.experts.precision_refusal() if has_experts(sections.model) else None
 
 
 def ranks_of(sections: Any, plan: Predicted) -> int:

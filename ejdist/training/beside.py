@@ -7,7 +7,6 @@ digest. What is gone or has changed is named in a line.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -25,6 +24,7 @@ from ejdist.training.checkpoint_format import CheckpointError
 from ejdist.training.data import default_cache_dir
 from ejdist.training.data.dataset import MANIFEST, OWN, open_dataset
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_file
+from ejdist.training.data.tokenizer import fingerprint_of as _digest
 from ejdist.training.kept import KEPT, files_kept, published_in
 from ejdist.training.recorded import recorded
 from ejdist.training.runs import Run
@@ -251,14 +251,6 @@ def _same_tokens(run: Run, source: _Source, tokenizer: Any, notes: list[str]) ->
 
 def _is_bytes(run: Run) -> bool:
     return run.data["tokenizer"] == ByteTokenizer.fingerprint
-
-
-def _digest(path: Path) -> str | None:
-    """Returns what `FileTokenizer.fingerprint` is of a file; None if it cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError:
-        return None
 
 
 def _as_trained(run: Run, path: Path | None) -> ByteTokenizer | FileTokenizer | None:

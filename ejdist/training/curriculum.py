@@ -115,9 +115,14 @@ class Stage:
         return bool(self.own & set(_CORPUS))
 
     @property
+    def has_rate(self) -> bool:
+        """Whether it has a schedule of its own, and not the run's."""
+        return bool(self.own & set(_RATE))
+
+    @property
     def rate(self) -> Rate:
         """The learning rate of its steps."""
-        if self.own & set(_RATE):
+        if self.has_rate:
             return Rate(self.sections.optimizer, self.until - self.start, self.start)
         return Rate(self.sections.optimizer, self.sections.run.steps)
 
@@ -131,7 +136,7 @@ class Stage:
         sizes = f"{data.global_batch} x {data.sequence_length:,} tokens"
         source = [f"of {source_of(data)}"] if self.has_data else []
         rate = self.rate.section
-        schedule = [f"{rate.schedule} up to a rate of {rate.learning_rate:g}"] if self.own & set(_RATE) else []
+        schedule = [f"{rate.schedule} up to a rate of {rate.learning_rate:g}"] if self.has_rate else []
         what = ", ".join([" ".join([sizes, *source]), f"mesh {mesh or 'of one'}", *rope, *schedule])
         return f"stage {self.number} of {self.count}, steps {self.start + 1} to {self.until}: {what}"
 

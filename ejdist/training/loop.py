@@ -86,6 +86,11 @@ def train(
         replicas'. HostsDiffer: the hosts were started with different inputs; nothing was written. HostLost: a host does not
         answer.
     """
+    if not isinstance(sections, TrainSections):
+        raise ValueError(
+            f"train: argument 'sections' is {type(sections).__name__}; give a recipe, recipes.schema.compose([KEY=VALUE]), "
+            "or TrainSections(model=...)"
+        )
     if loss is None:
         return _train(sections, batches, devices, log, began)
     with named_loss(loss) as name:
@@ -108,6 +113,9 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
             check_base(s.lora, init_from)
             if init_from is not None:
                 source = open_source(init_from, s.model, [stage.sections.model for stage in opened.stages])
+                if batches is None:
+                    for line in source.told_of_tokenizer(opened.data.corpus.tokenizer.fingerprint):
+                        log(line)
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         if hosts.count > 1 and not opened.checkpoints_found:
             weights |= digests(opened.program.trained)

@@ -138,7 +138,7 @@ class Progress:
             f"{row['step_time']:.2f} s/step  ETA {minutes}:{seconds:02d}"
         )
         if more := sum(row.get("experts/extra_passes", ())):  # of all layers and microbatches
-            line += f"  {more:g} extra passes to experts"
+            line += f"  {more:g} extra pass{'es' * (more != 1)} to experts"
         if self._live is not None:
             from rich.text import Text
 

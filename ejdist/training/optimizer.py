@@ -181,6 +181,11 @@ def _shown(value: float) -> str:
     return f"{value}" + (f", which is {held:g} in float32" if held != value and held in (0, 1, math.inf) else "")
 
 
+def _warmup(section: OptimizerSection, steps: int) -> int:
+    """Returns in how many of so many steps the rate rises: the last one has the peak."""
+    return min(section.warmup_steps, max(steps - 1, 0))
+
+
 def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
     """Returns step -> learning rate, for step = 0 to `steps` - 1; it ends at `final_ratio` times the peak.
 
@@ -189,7 +194,7 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
     """
     s = section
     s.validate()
-    warmup = min(s.warmup_steps, max(steps - 1, 0))
+    warmup = _warmup(s, steps)
     # From the first step at the peak to the last step of the run, which has the last rate.
     after = steps - 1 - warmup
     if s.schedule == "warmup_cosine":
@@ -218,6 +223,17 @@ class Rate:
     def __call__(self, step: Any) -> Any:
         """Returns the rate of the step after `step`."""
         return make_schedule(self.section, self.steps)(step - self.start)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a run logs of it: a warmup that is cut short."""
+        asked, rises = self.section.warmup_steps, _warmup(self.section, self.steps)
+        if asked == rises:
+            return []
+        return [
+            f"optimizer.warmup_steps = {asked} does not fit into {self.steps} step{'s' * (self.steps > 1)}: the warmup takes "
+            f"{rises}, and the last step has the peak; give fewer warmup steps, or more steps"
+        ]
 
     def of(self, steps: np.ndarray) -> np.ndarray:
         """Returns the rates of the steps after each of `steps`, float32."""

@@ -239,6 +239,7 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     groups = groups_of(mesh)
     where = f"data.global_batch = {rows}, accumulation = {s.accumulation}, {groups} groups of devices"
+    s.experts.check_dispatch(mesh.shape, model.mixed)
     s.experts.check_rows(rows // s.accumulation // groups, mesh.shape, model.mixed, where)
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")

@@ -53,9 +53,8 @@ class Run:
             raise WeightsError(f"{self.folder} holds no checkpoint; give the run.dir of a run that has one")
         steps = self._checkpoints.steps()[::-1]
         if step is not None and step not in steps:
-            raise WeightsError(
-                f"{self.folder} has no checkpoint of step {step}; its checkpoints are of steps {', '.join(map(str, steps))}"
-            )
+            there = f"those of steps {', '.join(map(str, steps))}" if len(steps) > 1 else f"that of step {steps[0]}"
+            raise WeightsError(f"{self.folder} has no checkpoint of step {step}, but {there}")
         self.step = last if step is None else step
         beside = self._checkpoints.run_of(self.step)
         self.recipe, self.data = beside["recipe"], beside["data"]

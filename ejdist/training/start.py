@@ -11,6 +11,8 @@ from ejdist.buckets import source_path
 from ejdist.models.decoder import DecoderConfig
 from ejdist.paths import is_url
 from ejdist.sections import validate
+from ejdist.training.data.own_batches import OWN_BATCHES
+from ejdist.training.data.tokenizer import fingerprint_of
 from ejdist.training.runs import Run, has_steps, nested
 from ejdist.weights.files import WeightsError, digest_of, read_folder
 from ejdist.weights.match import told_difference
@@ -27,7 +29,7 @@ class Source:
 
     leaves: names of what there is. load: leaf -> `jax.ShapeDtypeStruct` with a sharding, to leaf -> array. notes: where the run
     differs from the weights' own config.json or run, and which of them it leaves out, and why. digest: identifies the weights,
-    for hosts that each have a copy.
+    for hosts that each have a copy. tokenizer: the fingerprint of the one that they were trained with; None: not known.
     """
 
     what: str
@@ -35,6 +37,15 @@ class Source:
     notes: list[str]
     load: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
     digest: Callable[[], str]
+    tokenizer: str | None = None
+
+    def told_of_tokenizer(self, fingerprint: str) -> list[str]:
+        """Returns a line if the data of a run have another tokenizer."""
+        if self.tokenizer in (None, OWN_BATCHES, fingerprint):
+            return []
+        return [
+            f"data.tokenizer is not that of {self.what}: a token whose id was another's starts with the embedding of that one"
+        ]
 
 
 def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = ()) -> Source:
@@ -60,7 +71,14 @@ def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = 
         check_ahead(published.family, c, stored, folder)
         tensors = tensors_in(published.family, c, stored)
         notes = differences + check(tensors, stored, c, folder)
-        return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like), lambda: digest_of(stored))
+        return Source(
+            str(folder),
+            leaves,
+            notes,
+            lambda like: load(stored, tensors, like),
+            lambda: digest_of(stored),
+            fingerprint_of(folder / "tokenizer.json"),
+        )
     if is_url(where):
         return _of_run(Run(where, key="model.init_from"), c, stages, leaves)
     if (folder / "checkpoints").is_dir() or has_steps(folder):
@@ -79,13 +97,21 @@ def _of_run(run: Run, c: DecoderConfig, stages: Sequence[DecoderConfig], leaves:
             "model.mtp.modules=0"
         )
     notes = _told(stages, run.model, "that run has", run.model.compute_dtype)
-    return Source(f"step {run.step} of the run in {run.folder}", leaves, notes, run.load_and_close, run.digest)
+    return Source(
+        f"step {run.step} of the run in {run.folder}",
+        leaves,
+        notes,
+        run.load_and_close,
+        run.digest,
+        run.data.get("tokenizer"),
+    )
 
 
 def _check_model(ours: DecoderConfig, theirs: DecoderConfig, where: str, hint: str) -> None:
     differing = not_of_positions(ours, theirs)
     if differing:
-        more = f" ({len(differing) - 1} more keys differ)" if len(differing) > 1 else ""
+        others = len(differing) - 1
+        more = f" ({others} more key{'s differ' if others > 1 else ' differs'})" if others else ""
         raise WeightsError(f"{told_difference(ours, theirs, where, differing[0])}{more}; {hint}")
 
 

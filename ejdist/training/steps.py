@@ -240,6 +240,9 @@ def log_stage(run: Run, log: Any) -> None:
     """Logs the stage, if there are several, and the choices made for its program."""
     if run.stage.count > 1:
         log(run.stage.describe())
+    if run.stage.has_rate or run.stage.number == 1:  # the run's schedule, once
+        for line in run.stage.rate.notes:
+            log(f"{run.stage.where if run.stage.has_rate else ''}{line}")
     for line in dict.fromkeys(run.program.notes):
         log(line)
     if (line := described(run.data, run.program, run.sections)) is not None:

@@ -239,7 +239,7 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
     if not is_array(value):
         raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got {type(value).__name__}")
     if not _fits(value.dtype, p.kind):
-        kind = f"a {p.kind}" if p.kind != "any" else "an int or float"
+        kind = {"any": "an int or float", "int": "an int"}.get(p.kind, f"a {p.kind}")
         raise ValueError(f"{op_name}: argument {p.name!r} must have {kind} dtype, got {value.dtype}; cast it")
     return value
 

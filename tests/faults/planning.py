@@ -237,8 +237,8 @@ FAULTS = (
     Fault(
         "what is pasted is not as a shell takes it",
         "planned:text_of",
-        "map(shlex.quote, $r['recipe'])",
-        "$r['recipe']",
+        "in_shell($r['recipe'])",
+        "' '.join($r['recipe'])",
         f"{COMMAND} -k given_keys_stay",
     ),
     Fault(

@@ -346,7 +346,7 @@ def mla(**changes):
         (r"'softmax_scale' is required for an absorbed 'query'", lambda: mla_decode(*DECODE[:4])),
         (r"'sliding_window' must be a number of entries", lambda: mla_decode(*DECODE, sliding_window=(3, 0))),
         (r"'w_kc' \(8, 3, 6\) .* must be \[R, N, H\]", lambda: mla_decode(*DECODE[:4], A["w_kc"][:, :3], A["w_vc"])),
-        (r"'kv_lens' must have a int dtype", lambda: mla_decode(*DECODE[:3], jnp.ones(B), *DECODE[4:])),
+        (r"'kv_lens' must have an int dtype", lambda: mla_decode(*DECODE[:3], jnp.ones(B), *DECODE[4:])),
         (r"'query_start_loc' of shape \(2,\)", lambda: multi_latent_ragged_page_attention(*CALL[:5], CALL[5][1:], *CALL[6:])),
         (r"'softmax_scale' must be a finite number, got 'x'", mla(softmax_scale="x")),
         (r"'kv_lens' is missing", lambda: mla_decode(*DECODE[:3], None, *DECODE[4:])),

@@ -149,7 +149,7 @@ class Even(KeptSquares):
         return [
             "documents lie in rows so that these have even attention (data.packing=even): the sum of the squares of their "
             f"lengths has a standard deviation of {spread:.2f} of the mean, and {cut:,} of {documents:,} documents are cut, "
-            f"{long:,} as they are longer than a row"
+            f"{long:,} of them longer than a row"
         ]
 
     def _kept(self, fingerprint: str, cache_dir: Path) -> tuple[dict[str, Any], Path]:

@@ -15,6 +15,8 @@ from ejdist.training.data.own_source import FIELDS, check_arrays
 
 Batch = Mapping[str, Any]
 
+OWN_BATCHES = "own batches"  # in the place of an order and of a tokenizer, of which nothing is known
+
 
 class OwnBatches(Data):
     """Batches that the caller makes, with the interface of `Data`.
@@ -47,9 +49,9 @@ class OwnBatches(Data):
                 "begins anew each time, for a run that resumes or rewinds must have its batches again"
             )
         self._batches, self.global_batch, self.seed, self.begin = batches, global_batch, seed, Begin()
-        self.packing = SimpleNamespace(length=sequence_length, order="own batches")  # pyrefly: ignore[bad-assignment]
+        self.packing = SimpleNamespace(length=sequence_length, order=OWN_BATCHES)  # pyrefly: ignore[bad-assignment]
         tokenizer = SimpleNamespace(
-            fingerprint="own batches", vocab_size=vocab_size, bos_id=None, eos_id=None, token_of=lambda id: None
+            fingerprint=OWN_BATCHES, vocab_size=vocab_size, bos_id=None, eos_id=None, token_of=lambda id: None
         )
         self.corpus = SimpleNamespace(  # pyrefly: ignore[bad-assignment]
             tokenizer=tokenizer, num_tokens=0, fingerprint=fingerprint, chats=None

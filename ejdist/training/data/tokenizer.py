@@ -176,6 +176,14 @@ class FileTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+def fingerprint_of(path: Any) -> str | None:
+    """Returns what `FileTokenizer.fingerprint` is of a file, a `Path` or a `BucketPath`; None if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
+
+
 def tokenizer_file(path: str | os.PathLike) -> Any:
     """Returns the file of a tokenizer, a `Path` or a `BucketPath`: of a folder, the tokenizer.json in it.
 
