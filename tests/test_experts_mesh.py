@@ -314,11 +314,11 @@ ILLEGAL = {
     "room, where all ranks have the same tokens": (lambda: {"mesh": on(ep=2), "rows": 1, "capacity": 1.0}, "capacity"),
     "rows that do not divide": (lambda: {"mesh": on(ep=4), "rows": 6}, "x"),
     "features that do not divide": (lambda: {"mesh": on(ep=2, tp=3)}, "F"),
-    "two levels of one axis": (lambda: {"mesh": on(ep=2), "dispatch": "two_level"}, "'dispatch' = 'two_level' needs"),
-    "no travel over ranks": (lambda: {"mesh": on(ep=2), "dispatch": "local"}, "'dispatch' = 'local' is for"),
+    "two levels of one axis": (lambda: {"mesh": on(ep=2), "dispatch": "two_level"}, "'dispatch' of"),
+    "no travel over ranks": (lambda: {"mesh": on(ep=2), "dispatch": "local"}, "'dispatch' of"),
     "sums in 8 bits that nothing sends": (
         lambda: {"mesh": on(ep=2), "dispatch": "all_gather", "exchange": "fp8"},
-        "'exchange' = 'fp8' has 8-bit sums",
+        "'exchange' of `moe`",
     ),
     "the ranks of a mesh": (
         lambda: {"mesh": on(ep=2), "ranks": 2},

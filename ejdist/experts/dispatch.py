@@ -98,7 +98,7 @@ def exchange(
     """
     axis, ranks = _axis(axis)
     _check(x, experts, weights, params, num_experts, ranks, buffer, chunks, capacity)
-    check_precision("exchange: argument 'precision'", precision)
+    check_precision("exchange: argument 'precision' ('exchange' of `moe`)", precision)
     if max_ranks is not None and (isinstance(max_ranks, bool) or not isinstance(max_ranks, int) or max_ranks < 1):
         raise ValueError(f"exchange: argument 'max_ranks' must be None, or an integer of at least 1, got {max_ranks!r}")
     top_k = experts.shape[1]
@@ -111,8 +111,8 @@ def exchange(
     fitting = _fitting(scheme_of(scheme), axis, ranks)
     if (why := fitting.precision_refusal(precision)) is not None:
         raise ValueError(
-            f"exchange: argument 'precision' = {precision!r} has 8-bit sums, but the scheme {scheme!r} {why}; use 'fp8_tokens' "
-            "or another scheme"
+            f"exchange: argument 'precision' ('exchange' of `moe`) = {precision!r} has 8-bit sums, but the scheme {scheme!r} "
+            f"{why}; use 'fp8_tokens' or another scheme"
         )
     shape = ExchangeShape(
         tuple(zip(axis, sizes, strict=True)), x.shape[0], top_k, x.shape[1], 0, x.dtype.itemsize, float(buffer),
@@ -237,13 +237,13 @@ def _fitting(scheme: Scheme, axis: tuple[str, ...], ranks: int) -> Scheme:
     """Returns the scheme; on one rank, where nothing is sent, `local`."""
     if isinstance(scheme, TwoLevel) and len(axis) < 2:
         raise ValueError(
-            "exchange: argument 'scheme' = 'two_level' needs an 'axis' of two names, (hosts, devices of a host), got "
-            f"{axis}; use 'all_to_all' for one"
+            "exchange: argument 'scheme' ('dispatch' of `moe`) = 'two_level' needs an 'axis' of two names, (hosts, devices of "
+            f"a host), got {axis}; use 'all_to_all' for one"
         )
     if isinstance(scheme, Local) and ranks > 1:
         raise ValueError(
-            f"exchange: argument 'scheme' = 'local' is for one rank, but 'axis' = {axis} has {ranks}; use one of "
-            f"{', '.join(n for n, s in SCHEMES.items() if s is not Local)}"
+            f"exchange: argument 'scheme' ('dispatch' of `moe`) = 'local' is for one rank, but 'axis' = {axis} has {ranks}; "
+            f"use one of {', '.join(n for n, s in SCHEMES.items() if s is not Local)}"
         )
     return Local() if ranks == 1 else scheme
 

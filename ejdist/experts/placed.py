@@ -293,28 +293,10 @@ def _flat(x, experts, weights, params, apply, num_experts, axis, how: DispatchCo
     if not axis and how.capacity is None:  # a plain function, differentiable any number of times
         out, traffic = local(x, experts, weights, params, apply, num_experts=num_experts, gathers=True)
         return out.reshape(B, T, out.shape[1]), traffic
-    try:
-        out, s = exchange(
-            x,
-            experts,
-            weights,
-            params,
-            apply,
-            axis=axis or None,
-            num_experts=num_experts,
-            gathers=True,
-            **how.options(),
-        )
-    except ValueError as error:
-        raise ValueError(_in_words_of_moe(str(error))) from error
+    out, s = exchange(
+        x, experts, weights, params, apply, axis=axis or None, num_experts=num_experts, gathers=True, **how.options()
+    )
     return out.reshape(B, T, out.shape[1]), Traffic(s.extra_passes, s.high_water, s.dropped)
-
-
-def _in_words_of_moe(refusal: str) -> str:
-    """Returns a refusal of `exchange` with the arguments of `moe`, which has other names for two of them."""
-    for own, name in (("scheme", "dispatch"), ("precision", "exchange")):
-        refusal = refusal.replace(f"argument {own!r}", f"argument {name!r}")
-    return refusal
 
 
 def _of_own_experts(

@@ -90,13 +90,6 @@ FAULTS = (
         TABLE,
     ),
     Fault(
-        "moe refuses in the arguments of exchange",
-        "placed:_in_words_of_moe",
-        "(('scheme', 'dispatch'), ('precision', 'exchange'))",
-        "()",
-        "tests/test_experts_mesh.py -k illegal",
-    ),
-    Fault(
         "a run learns that tokens cannot get to its experts from moe",
         "check_sizes",
         "s.experts.check_dispatch(mesh.shape, model.mixed)",
