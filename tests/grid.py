@@ -59,13 +59,23 @@ def _parts(name, value):
     return {(name, value if isinstance(value, (str, bool)) else None)}
 
 
+def _structure(make, dims):
+    """Returns an argument that a case makes, with tracers for its arrays: nothing is compiled while tests are collected."""
+    made = []
+    try:
+        jax.eval_shape(lambda: made.append(make(np.random.default_rng(0), dims)))
+    except jax.errors.ConcretizationTypeError:  # its numbers decide what it is
+        return make(np.random.default_rng(0), dims)
+    return made[0]
+
+
 def facts(case, first):
     """Returns what a case has that an operation or its kernels may treat otherwise: options, arrays that are given or left out,
     rules of a mask, and sizes that the operation's first case does not have."""
     found = {("dim", *item) for item in case.dims.items() - first.dims.items()}
     found |= {("given", n) for n in case.arrays} | {("left out", n) for n in {*first.arrays} - {*case.arrays}}
     found |= {("shape", n) for n in case.shapes} | {("wide", n) for n in case.wide}
-    made = {name: make(np.random.default_rng(0), case.dims) for name, make in case.make.items()}
+    made = {name: _structure(make, case.dims) for name, make in case.make.items()}
     return found.union(*(_parts(name, value) for name, value in (case.options | made).items()))
 
 
