@@ -491,7 +491,9 @@ def test_a_pattern_is_made_of_mixers_and_feed_forwards(kind):
     mixers = ", ".join(short.get(name, name) for name, part in PARTS.items() if part.role == "mixer")
     others = ", ".join(name for name, part in PARTS.items() if part.role == "feed_forward")
     assert mixers.startswith("full, window, latent, ") and others.endswith(", experts, probe")
-    words = rf"not MIXER\+FEED_FORWARD. Mixers: {mixers}; feed-forwards: {others}; none in"
+    meant = {"mlp+full": "full+mlp", "full+": "full+mlp"}.get(kind)
+    meant = "." if meant is None else re.escape(f"; did you mean {meant!r}?")
+    words = rf"not MIXER\+FEED_FORWARD{meant} Mixers: {mixers}; feed-forwards: {others}; none in"
     for key in ("layer_pattern", "first_layers", "last_layers"):
         with pytest.raises(ValueError, match=f"model.{key} = .*{re.escape(repr(kind))} is {words}"):
             dataclasses.replace(MIXED, **{key: (kind,)}).validate()

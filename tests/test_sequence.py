@@ -534,7 +534,7 @@ ROW, CUTS = (QUERY[:1], KEY[:1], VALUE[:1]), jnp.asarray([0, 10, 33, T])
     ("call", "words"),
     [
         (lambda: Order("zigzag", 4).indices(60), ["60", "multiple of 8", "64"]),
-        (lambda: Order("spiral", 4), ["sequence.order", "spiral", "zigzag"]),
+        (lambda: Order("spiral", 4), ["an order's 'name'", "spiral", "zigzag"]),
         (lambda: Order("zigzag", jnp.int32(4)), ["'shards'", "integer"]),
         (lambda: Order("striped", 4, 2.0), ["'stripe'", "integer"]),
         (lambda: Order("striped", 4, 0), ["'stripe'", "at least 1"]),

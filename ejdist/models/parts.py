@@ -39,10 +39,11 @@ PARTS: dict[str, Part] = {
 def nearest_kind(kind: str, mixers: Sequence[str], feed_forwards: Sequence[str]) -> str:
     """Returns the kind of layer that one which does not exist was meant to be, empty where none is near."""
     mixer, _, feed_forward = kind.partition("+")
-    if mixer in feed_forwards and feed_forward in mixers:
-        return f"{feed_forward}+{mixer}"
     near = [
         difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         for name, known in ((mixer, mixers), (feed_forward or feed_forwards[0], feed_forwards))
     ]
-    return "+".join(found for (found,) in near) if all(near) else ""
+    meant = "+".join(found for (found,) in near) if all(near) else ""
+    if mixer in feed_forwards and feed_forward in mixers:
+        meant = f"{feed_forward}+{mixer}"
+    return "" if meant == kind else meant

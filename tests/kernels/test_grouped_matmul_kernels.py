@@ -151,10 +151,12 @@ def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bflo
     ("M", "D", "F", "E", "wanted"),
     [
         (13952, 3968, 960, 72, ("wide", "wide", "wide")),  # few rows per group: half of a tall tile would be padding
-        (39565, 1024, 1064, 16, ("tall", "tall", "tall")),  # 1064 columns are 9 tiles of 128, or 5 of 256
-        (27392, 896, 3840, 128, ("wide", "tall", "wide")),
+        # 1064 columns are 9 tiles of 128, or 5 of 256; as rows that are read they are no whole lines of the cache.
+        (39565, 1024, 1064, 16, ("tall", "wide", "tall")),
+        (27392, 896, 3840, 128, ("wide", "wide", "wide")),
         (65536, 2048, 768, 32, ("tall", "tall", "wide")),  # nothing to choose between but speed
-        (3200, 2048, 768, 32, ("none", "none", "none")),
+        (3200, 2048, 768, 32, ("wide", "wide", "tall")),
+        (1504, 2048, 768, 32, ("none", "none", "none")),  # 47 rows per group
     ],
 )
 def test_a_specialised_tile_is_the_one_with_less_padding(M, D, F, E, wanted):
@@ -180,7 +182,8 @@ WARP_SPECIALIZED = ["warp_specialized_matmul", "warp_specialized_matmul", "warp_
         ({"target": 80}, PLAIN),
         ({"target": 100}, PLAIN),  # wgmma is Hopper's alone
         ({"dtype": "float32"}, PLAIN),
-        ({"M": 400}, PLAIN),  # short groups
+        ({"M": 180}, PLAIN),  # short groups
+        ({"M": 400, "gated": True}, [PLAIN[0], PLAIN[0], *WARP_SPECIALIZED[1:]]),  # too short for a gate
         ({"F": 100}, PLAIN),  # rows that begin anywhere
         ({"F": 200}, WARP_SPECIALIZED),  # a contracted dim that is not of whole steps
         ({"bias": True}, WARP_SPECIALIZED),
