@@ -182,7 +182,7 @@ def _shown(value: float) -> str:
 
 
 def _warmup(section: OptimizerSection, steps: int) -> int:
-    """Returns in how many of so many steps the rate rises: the last one has the peak."""
+    """Returns the number of warmup steps: at most all steps but the last, which has the peak."""
     return min(section.warmup_steps, max(steps - 1, 0))
 
 

@@ -501,7 +501,7 @@ def _tile(
 WORTH_KEEPING = 512
 # From this mean number of rows per group, a warp-specialized tile is worthwhile: of a gate or of gathered rows, and of other
 # products and of contractions. These take .9 to .95 and .6 of the time of plain tiles with 54 rows per group on an H200
-# (benchmarks/comparisons/results/grouped_tiles_h200.json).
+# (benchmarks/comparisons/results/grouped_tiles_h200.json), which were timed without bias and activation.
 SPECIALISED_ROWS, PLAIN_SPECIALISED_ROWS = 128, 48
 # Relative speeds of the wide tile without padding, fitted to the same calls. Of products: where rows of a matrix are whole
 # lines of the cache, where they are not, and where they are not and the matrix is read transposed, so that rows of both
