@@ -146,6 +146,26 @@ def pairs(a_ptr, a, run, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def sums_of(a, run, before, BLOCK_C: tl.constexpr):
+    """Returns the sums of log decays [C] from the start of a chunk, int32, in units of 2^-16: the difference of two is the sum
+    of those between them, exact but for one rounding of each, however much has decayed before.
+
+    A log decay counts as -120 at least, whose exponential is 0 in float32; so does the beginning of a document, on top of its
+    own, so that no pair has a weight across it.
+
+    Args:
+      a: log decays, 0 for padding.
+      run: the document of each token; before: that before the chunk.
+    """
+    a = tl.minimum(tl.maximum(a, -120.0), 120.0)
+    # Multiples of 1/64, whose sums are exact, and a rest, whose sums stay small.
+    coarse = tl.floor(a * 64.0 + 0.5)
+    rest = tl.cumsum(a - coarse * 0.015625, 0)
+    total = tl.cumsum(coarse.to(tl.int32), 0) - 7680 * (run - before)
+    return total * 1024 + tl.floor(rest * 65536.0 + 0.5).to(tl.int32)
+
+
+@triton.jit
 def pairs_from(a_ptr, a, run, BLOCK_C: tl.constexpr):
     """Returns the transpose of `pairs`, [s, t]."""
     s, t = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from kernels.engines.scan import gluon_scalar_calls as gluon
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.layout import layout
 from kernels.engines.scan.triton_calls import (
@@ -28,6 +29,7 @@ from kernels.engines.scan.triton_join import scan_join_kernel
 from kernels.engines.scan.triton_scalar import (
     scalar_dk_kernel,
     scalar_dq_kernel,
+    scalar_fades_kernel,
     scalar_pairs_kernel,
     scalar_walk_kernel,
 )
@@ -35,7 +37,7 @@ from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
-from kernels.toolchains.triton import triton_launch
+from kernels.toolchains.triton import compute_capability, triton_launch
 
 # Programs for each multiprocessor that a row is split for, and the fewest chunks of a part.
 PROGRAMS_EACH = 2
@@ -101,6 +103,8 @@ class Launches:
         self.splits = -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))  # no part is empty
         block_v = columns_here(cfg.block_v, Hv)
         self.columns = triton.cdiv(Hv, block_v)
+        self.sums: Any = None  # sums of log decays, where Hopper's walks compute pairs themselves
+        self.hopper = bool(cfg.hopper_walks) and gluon.fits(x, N, self.chunk, num_states)
         self.common: dict[str, Any] = {
             "T": T,
             "N": N,
@@ -117,8 +121,23 @@ class Launches:
     def log_decay(self) -> jax.Array | None:
         return self.layout.log_decay(self.x.a)
 
-    def pairs(self) -> jax.Array:
-        """Returns what the output of each token of a chunk reads of each value [B, N, CHUNKS, C, C]; sets `fades`."""
+    def pairs(self) -> jax.Array | None:
+        """Returns what the output of each token of a chunk reads of each value [B, N, CHUNKS, C, C]; sets `fades`.
+
+        Of Hopper's walks it returns None, and sets `sums` too.
+        """
+        if self.hopper:
+            shapes = fade_shapes(*self.heads, self.layout.chunks, self.common["T"])
+            self.sums, *self.fades = triton_launch(
+                scalar_fades_kernel,
+                self.a,
+                self.layout.runs,
+                out_shape=(jax.ShapeDtypeStruct(shapes[0].shape, jnp.int32), *shapes),
+                grid=(math.prod(self.heads) * self.layout.chunks,),
+                num_warps=1,
+                **{name: self.common[name] for name in ("T", "N", "CHUNKS", "BLOCK_C")},
+            )
+            return None
         common = {name: value for name, value in self.common.items() if name not in ("Hv", "BLOCK_V")}
         each = math.gcd(self.cfg.heads or 1, *(self.heads[1] // y.shape[2] for y in (self.x.q, self.x.k)))
         shape = (*self.heads, self.layout.chunks, self.chunk, self.chunk)
@@ -140,6 +159,18 @@ class Launches:
         )
         return weights
 
+    def shapes(self, x: jax.Array, reverse: bool) -> dict[str, Any]:
+        """Returns the shapes of all that a walk over `x` can return."""
+        parts, (B, T) = (*self.heads, self.splits), x.shape[:2]
+        shapes = {
+            "out": ((B, T, self.heads[1], x.shape[-1]), self.wide if reverse else x.dtype),
+            "states": ((*self.heads, self.layout.chunks, *self.states[3:]), x.dtype),
+            "exits": (self.states, jnp.float32),
+            "added": ((*parts, *self.states[3:]), jnp.float32),
+            "fade": ((*parts, self.rows), jnp.float32),
+        }
+        return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+
     def walk(
         self,
         x: Any,
@@ -156,15 +187,10 @@ class Launches:
           starts: states before each part.
           weights: what `pairs` returns, for "out".
         """
+        if self.hopper:
+            return gluon.walk(self, x, entries, wanted, reverse, starts)
         read, write = (self.writes, self.reads) if reverse else (self.reads, self.writes)
-        parts, (B, T) = (*self.heads, self.splits), x.shape[:2]
-        shapes = {
-            "out": ((B, T, self.heads[1], x.shape[-1]), self.wide if reverse else x.dtype),
-            "states": ((*self.heads, self.layout.chunks, *self.states[3:]), x.dtype),
-            "exits": (self.states, jnp.float32),
-            "added": ((*parts, *self.states[3:]), jnp.float32),
-            "fade": ((*parts, self.rows), jnp.float32),
-        }
+        parts, shapes = (*self.heads, self.splits), self.shapes(x, reverse)
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
         reads = "out" in wanted
         outputs = triton_launch(
@@ -180,7 +206,7 @@ class Launches:
             self.layout.table,
             entries,
             starts,
-            out_shape=tuple(jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items() if name in wanted),
+            out_shape=tuple(shape for name, shape in shapes.items() if name in wanted),
             grid=(math.prod(parts), self.columns),
             num_warps=self.cfg.num_warps or 4,
             num_stages=self.cfg.num_stages or 3,
@@ -328,6 +354,17 @@ def heuristic(call: Call, platform: str) -> ChunkConfig:
     if call.dtype == "float32":  # small tiles fit the registers
         return tiles(call, 16, 16, 8, 8, 1)
     return tiles(call, 64, 128, 8, 8, 3) if call.dims["Hv"] > 64 else tiles(call, 64, 64, 4, 8, 3)
+
+
+def on_hopper(call: Call, cfg: ChunkConfig) -> ChunkConfig:
+    """Returns tiles of a call without weights and `skip`, with Hopper's walks where they have it, and as many parts of a row as
+    make one program for each multiprocessor."""
+    d = call.dims
+    whole = call.num_states == 1 and cfg.chunk == gluon.CHUNK and d["T"] % gluon.CHUNK == 0 and d["K"] == d["N"]
+    if not whole or not d["H"] == d["Hv"] == gluon.WIDTH or call.dtype == "float32" or compute_capability() != 90:
+        return cfg
+    parts = min(MULTIPROCESSORS // (d["B"] * d["N"]), d["T"] // gluon.CHUNK // LEAST_CHUNKS)
+    return replace(cfg, hopper_walks=True, splits=max(1, parts)) if parts else cfg
 
 
 def candidates(call: Call) -> list[ChunkConfig]:

@@ -179,11 +179,13 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
 def _tiles(call, cfg):
     """Returns tiles with what is worth while in a backward: what the forward keeps; both walks at once where that was timed, of
     decays of heads whose programs leave half of each multiprocessor empty; Hopper's own kernels where it has them, its walks
-    of whole rows where their programs are at most half as many as multiprocessors; those of parts of rows were not timed."""
+    of whole rows where their programs are at most half as many as multiprocessors, and of parts of rows where they are not
+    more, with decays of heads: those of channels were not timed."""
     d, whole = call.dims, call.num_states == 1 and cfg.chunk == gluon.CHUNK and call.dims["T"] % gluon.CHUNK == 0
     in_one = whole and d["H"] == d["Hv"] == gluon.WIDTH and call.dtype != "float32"
-    walks = in_one and cfg.splits == 1 and hopper_walks.COLUMNS.value * d["B"] * d["N"] <= MULTIPROCESSORS // 2
-    cfg = replace(cfg, keeps=True, in_one=in_one, hopper_walks=walks)
+    programs, most = hopper_walks.COLUMNS.value * d["B"] * d["N"] * (cfg.splits or 1), MULTIPROCESSORS
+    most = most // 2 if cfg.splits == 1 else 0 if _per_channel(call) else most
+    cfg = replace(cfg, keeps=True, in_one=in_one, hopper_walks=in_one and programs <= most)
     if _per_channel(call):
         return cfg
     # Of wide programs too: of twice as many narrow ones, both were timed where they leave room.

@@ -42,8 +42,20 @@ def _decay(query: jax.Array, g: Any, gk: Any, g_gamma: Any, bonus: Any) -> jax.A
     return jnp.broadcast_to(jnp.zeros((), jnp.float32) if gk is None else gk, query.shape)
 
 
-def _calls(call: Any) -> Any:
-    return scalar if call.gk is None and call.bonus is None else channels
+def _of_heads(call: Any) -> bool:
+    return call.gk is None and call.bonus is None
+
+
+def _of_chunks(call: Any, platform: str) -> Any:
+    if not _of_heads(call):
+        return channels.heuristic(call, platform)
+    return scalar.on_hopper(call, scalar.heuristic(call, platform))
+
+
+def _others(call: Any) -> Any:
+    if not _of_heads(call):
+        return channels.candidates(call)
+    return list(dict.fromkeys([_of_chunks(call, "cuda"), *scalar.candidates(call)]))
 
 
 def rejects(call):
@@ -83,7 +95,7 @@ def backward(
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 
-heuristic = decode.heuristic(lambda call, platform: _calls(call).heuristic(call, platform))
+heuristic = decode.heuristic(_of_chunks)
 op.register(
     forward,
     backward,
@@ -91,5 +103,5 @@ op.register(
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rejects,
     heuristic=heuristic,
-    candidates=decode.candidates(lambda call: _calls(call).candidates(call), heuristic),
+    candidates=decode.candidates(_others, heuristic),
 )
