@@ -228,15 +228,22 @@ FAULTS = (
     Fault(
         "delta on Hopper: the default is three kernels",
         "delta_rule/triton_gpu:_tiles",
-        "replace($cfg, keeps=True, in_one=$whole, hopper_walks=$walks)",
-        "replace($cfg, keeps=True, in_one=False, hopper_walks=$walks)",
+        "replace($cfg, keeps=True, in_one=$whole, hopper_walks=$whole and $programs <= $most)",
+        "replace($cfg, keeps=True, in_one=False, hopper_walks=$whole and $programs <= $most)",
         "tests/kernels/test_delta_triton.py -k what_a_backward",
     ),
     Fault(
         "walks on Hopper: the default whatever the number of heads",
         "delta_rule/triton_gpu:_tiles",
-        '$whole and $cfg.splits == 1 and hopper_walks.COLUMNS.value * $d["B"] * $d["N"] <= MULTIPROCESSORS // 2',
-        "$whole and $cfg.splits == 1",
+        "$whole and $programs <= $most",
+        "$whole",
+        "tests/kernels/test_delta_triton.py -k what_a_backward",
+    ),
+    Fault(
+        "walks on Hopper: the default for whole rows alone",
+        "delta_rule/triton_gpu:_tiles",
+        "0 if _per_channel($call) else $most",
+        "0",
         "tests/kernels/test_delta_triton.py -k what_a_backward",
     ),
     Fault(

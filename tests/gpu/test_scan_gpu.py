@@ -63,6 +63,8 @@ def arguments_of(name, width, cosine=0.9):
         x |= {"x": rng.standard_normal((B, T, N, width)), "dt": np.exp(rng.uniform(-5, 0, (B, T, N)))}
         x |= {"A": -rng.uniform(0.05, 1.5, N), "D": rng.standard_normal(N)}
         x |= {n: rng.standard_normal((B, T, K, H)) for n in "BC"}
+    if name == "linear_attention of whole chunks":  # Hopper's kernel has as many values as heads
+        x |= {n: rng.standard_normal((B, T, N, width)) for n in ("key", "value")}
     if name == "linear_attention of channels":
         x |= {"gk": decays(rng, H), "bonus": rng.standard_normal((N, H))}
     elif name.startswith("delta_rule of channels"):
@@ -102,6 +104,7 @@ def off(name, width, dtype, *cfgs, cosine=0.9):
 SIZES = [("linear_attention", 128), ("state_space_v2", 64), ("delta_rule", 128), ("delta_rule", 64)]
 SIZES += [("linear_attention of channels", 128), ("delta_rule of channels", 128)]
 SIZES += [("delta_rule of channels in whole chunks", 128)]
+SIZES += [("linear_attention of whole chunks", 128)]
 SIZES += [("delta_rule of whole chunks", 128), ("rwkv7", 128), ("rwkv7 of 64 channels", 64)]
 
 

@@ -98,14 +98,14 @@ def test_both_ways_at_once_of_what_the_forward_kept(packed, states):
     [
         ("qwen3_next", True, True, True, True),
         ("many_heads_8k", True, False, True, False),
-        ("few_heads_32k", True, False, True, False),
+        ("few_heads_32k", True, False, True, True),
         ("packed_4_of_8k", True, True, False, False),
         ("kimi_linear", True, None, True, True),
     ],
 )
 def test_what_a_backward_takes_of_its_forward_and_which_kernels_it_joins(case, keeps, at_once, in_one, hopper_walks):
     """As was timed: both walks at once, of decays of heads, where programs leave half of each multiprocessor empty; Hopper's
-    walks where programs of 64 columns leave half of the multiprocessors."""
+    walks where programs of 64 columns leave half of the multiprocessors, or fill them once with parts of rows."""
     call = op.bind(**op.case_inputs(next(c for c in op.cases if c.name == case), dtype="bfloat16", shapes_only=True))
     cfg = op.backends["triton_gpu"].heuristic(call, "cuda")
     assert (cfg.keeps, cfg.at_once, cfg.in_one, cfg.hopper_walks) == (keeps, at_once, in_one, hopper_walks)

@@ -43,8 +43,10 @@ class ChunkConfig(Tunables):
         channels: whether Hopper's kernels compute pairs, products of gradients with states, and what decays do to both. Calls
         that these kernels do not have take the others: they have 16 bits, heads of 128 channels and chunks of 64 tokens, and
         with decays of channels whole chunks, one state for a row, and a scale between 1/256 and 256 (Triton).
-      hopper_walks: on Hopper, whether walks of a delta rule have the state in the registers of one warpgroup, in Gluon; calls
-        as those of `in_one`, with whole chunks and one state for a row (Triton).
+      hopper_walks: on Hopper, whether walks of a delta rule have the state in the registers of one warpgroup, in Gluon, and
+        those of linear attention with one decay per head in the registers of two, with weights of pairs computed beside them.
+        Calls as those of `in_one`, with whole chunks and one state for a row; of linear attention with as many heads of values
+        as of all (Triton).
       keeps: whether the forward of a differentiated delta rule keeps weights of pairs and inverses for its backward, as much as
         its values in all (Triton).
       keeps_states: whether one that `keeps` also keeps states before chunks and what is written to them, so that its backward

@@ -31,7 +31,6 @@ from kernels.engines.scan.triton_parts import (
     store_fades,
     store_rows,
     store_state,
-    sums_of,
     tokens_by_channels,
     tokens_of,
 )
@@ -80,31 +79,6 @@ def scalar_pairs_kernel(
         tl.store(at, weights.to(pairs_ptr.dtype.element_ty))
         fading = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
         store_fades(enters_ptr, leaves_ptr, whole_ptr, fading, row, n, c, first, here, T, N, CHUNKS, BLOCK_C)
-
-
-@triton.jit
-def scalar_fades_kernel(
-    a_ptr,  # [B, N, T] log decays, or None
-    runs_ptr,
-    sums_ptr,  # int32 [B, N, T]: what `sums_of` returns
-    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
-    leaves_ptr,
-    whole_ptr,  # [B, N, CHUNKS] float32
-    T: tl.constexpr,
-    N: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """The decays of one chunk and head, for walks that compute pairs themselves."""
-    c, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
-    row, n = head // N, head % N
-    first, count, owner, begins, ends = chunk_of(None, row, c, T, CHUNKS, BLOCK_C)
-    here, valid, run, before, last = runs_of(runs_ptr, None, row, first, count, T, BLOCK_C)
-    fading = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
-    store_fades(enters_ptr, leaves_ptr, whole_ptr, fading, row, n, c, first, here, T, N, CHUNKS, BLOCK_C)
-    a = per_token(a_ptr, row, n, first, here, T, N, BLOCK_C)
-    at = (row.to(tl.int64) * N + n) * T + first + tl.arange(0, BLOCK_C)
-    tl.store(sums_ptr + at, sums_of(a, run, before, BLOCK_C), mask=here)
 
 
 @triton.jit

@@ -26,10 +26,10 @@ from kernels.engines.scan.triton_calls import (
     reads_diagonals,
 )
 from kernels.engines.scan.triton_join import scan_join_kernel
+from kernels.engines.scan.triton_parts import fades_kernel
 from kernels.engines.scan.triton_scalar import (
     scalar_dk_kernel,
     scalar_dq_kernel,
-    scalar_fades_kernel,
     scalar_pairs_kernel,
     scalar_walk_kernel,
 )
@@ -37,7 +37,7 @@ from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
-from kernels.toolchains.triton import compute_capability, triton_launch
+from kernels.toolchains.triton import triton_launch
 
 # Programs for each multiprocessor that a row is split for, and the fewest chunks of a part.
 PROGRAMS_EACH = 2
@@ -129,7 +129,7 @@ class Launches:
         if self.hopper:
             shapes = fade_shapes(*self.heads, self.layout.chunks, self.common["T"])
             self.sums, *self.fades = triton_launch(
-                scalar_fades_kernel,
+                fades_kernel,
                 self.a,
                 self.layout.runs,
                 out_shape=(jax.ShapeDtypeStruct(shapes[0].shape, jnp.int32), *shapes),
@@ -358,13 +358,13 @@ def heuristic(call: Call, platform: str) -> ChunkConfig:
 
 def on_hopper(call: Call, cfg: ChunkConfig) -> ChunkConfig:
     """Returns tiles of a call without weights and `skip`, with Hopper's walks where they have it, and as many parts of a row as
-    make one program for each multiprocessor."""
+    make at most one program for each multiprocessor; other GPUs have these parts, too."""
     d = call.dims
     whole = call.num_states == 1 and cfg.chunk == gluon.CHUNK and d["T"] % gluon.CHUNK == 0 and d["K"] == d["N"]
-    if not whole or not d["H"] == d["Hv"] == gluon.WIDTH or call.dtype == "float32" or compute_capability() != 90:
+    if not whole or not d["H"] == d["Hv"] == gluon.WIDTH or call.dtype == "float32":
         return cfg
     parts = min(MULTIPROCESSORS // (d["B"] * d["N"]), d["T"] // gluon.CHUNK // LEAST_CHUNKS)
-    return replace(cfg, hopper_walks=True, splits=max(1, parts)) if parts else cfg
+    return replace(cfg, hopper_walks=True, splits=max(1, parts))
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
