@@ -113,14 +113,14 @@ FAULTS = (
     ),
     Fault(
         "sums of decays: rounded as one number",
-        "triton_parts:sums_of",
+        "triton_sums:sums_of",
         "tl.floor($a * 64.0 + 0.5)",
         "tl.floor($a + 0.5)",
         f"{FILE} -k sums_of_decays",
     ),
     Fault(
         "sums of decays: documents are joined",
-        "triton_parts:sums_of",
+        "triton_sums:sums_of",
         "tl.cumsum($coarse.to(tl.int32), 0) - 7680 * ($run - $before)",
         "tl.cumsum($coarse.to(tl.int32), 0)",
         f"{FILE} -k sums_of_decays",

@@ -15,7 +15,7 @@ from hopper import interpreted
 from test_delta_triton import spoiled
 from test_delta_walks_hopper import documents_of
 
-from kernels.engines.scan import gluon_delta_calls, gluon_scalar_calls, triton_parts
+from kernels.engines.scan import gluon_delta_calls, gluon_scalar_calls, triton_sums
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.triton_scalar_calls import Tokens
 from kernels.framework.interpret import interpret
@@ -148,7 +148,7 @@ def test_sums_of_decays():
     @triton.jit
     def kernel(a_ptr, run_ptr, out_ptr):
         t = tl.arange(0, 64)
-        tl.store(out_ptr + t, triton_parts.sums_of(tl.load(a_ptr + t), tl.load(run_ptr + t), 0, 64))
+        tl.store(out_ptr + t, triton_sums.sums_of(tl.load(a_ptr + t), tl.load(run_ptr + t), 0, 64))
 
     with interpret():
         shape = jax.ShapeDtypeStruct((64,), jnp.int32)

@@ -293,7 +293,7 @@ def scalar_walk_hopper_kernel(
     r_desc,  # [B * T, KR * 128] in blocks of 64 by 128, as the next two: what reads the state; None with out_ptr
     k_desc,  # [B * T, KK * 128]: what writes it
     x_desc,  # [B * T, KX * 128]: what is written
-    sums_ptr,  # int32 [B, N, T]: what `triton_parts.sums_of` returns
+    sums_ptr,  # int32 [B, N, T]: what `triton_sums.sums_of` returns
     enters_ptr,  # [B, N, T] float32, as leaves: what `triton_parts.fades` returns
     leaves_ptr,
     whole_ptr,  # [B, N, CHUNKS] float32

@@ -26,13 +26,13 @@ from kernels.engines.scan.triton_calls import (
     reads_diagonals,
 )
 from kernels.engines.scan.triton_join import scan_join_kernel
-from kernels.engines.scan.triton_parts import fades_kernel
 from kernels.engines.scan.triton_scalar import (
     scalar_dk_kernel,
     scalar_dq_kernel,
     scalar_pairs_kernel,
     scalar_walk_kernel,
 )
+from kernels.engines.scan.triton_sums import fades_kernel
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
