@@ -189,8 +189,8 @@ def test_packed_sequences_with_states(splits):
 
 
 def test_maps_of_parts_are_taken_once():
-    """In the forward of a differentiated call: the backward has two more walks from the end, and one from the beginning. Those of
-    maps are Triton's."""
+    """In the forward of a differentiated call: the backward has two more walks from the end, and one from the beginning. Those
+    of maps are Triton's."""
     case = next(c for c in op.cases if c.name == "few_heads_32k")
     names = names_of_kernels(*call_of(op, case, platform="triton"))
     assert [names.count(f"delta_{n}_kernel") for n in ("walk", "walk_hopper", "join", "reverse_hopper")] == [
