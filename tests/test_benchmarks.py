@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -618,3 +619,56 @@ def test_an_option_that_is_given_twice():
     assert options.split({"rounds": 1}, ["rounds=2", "recipe=moe"]) == ({"rounds": 2}, ["recipe=moe"])
     with pytest.raises(SystemExit, match="rounds is given twice"):
         options.split({"rounds": 1}, ["rounds=2", "rounds=3"])
+
+
+def test_configurations_of_peers_are_compiled_side_by_side(monkeypatch, capsys):
+    """All of them before the tuner runs, once for each of its choices; the tuner meets one that fails again."""
+    from triton.runtime import autotuner
+    from triton.runtime._async_compile import active_mode
+
+    from benchmarks import tuners
+
+    compiled, ran, waits = [], [], threading.Barrier(3, timeout=30)
+
+    class Kernel:
+        def run(self, x, **how):
+            assert how["warmup"]
+            if how["BLOCK"] == 7:
+                raise ValueError("no such block")
+            active_mode.get().submit(how["BLOCK"], waits.wait, lambda kernel: compiled.append(how["BLOCK"]), None)
+
+    class Tuner:
+        arg_names, keys, fn, base_fn = ["x", "n"], ["n"], Kernel(), Kernel.run
+        configs = tuple(autotuner.Config({"BLOCK": b}) for b in (1, 2, 3, 7))
+
+        def __init__(self):
+            self.cache = {}
+
+        def prune_configs(self, kwargs):
+            assert self.nargs["x"] is not None and kwargs == {"n": 5}
+            return self.configs
+
+        def run(self, *args, **kwargs):
+            ran.append(sorted(compiled))
+            self.cache[(kwargs["n"], str(args[0].dtype))] = self.configs[0]
+            return "result"
+
+    monkeypatch.setattr(autotuner, "Autotuner", Tuner)
+    tuners.compile_side_by_side.__wrapped__(3)
+    tuner, x = Tuner(), np.zeros(2, np.float32)
+    assert tuner.run(x, n=5) == tuner.run(x, n=5) == "result"
+    assert ran == [[1, 2, 3], [1, 2, 3]] and active_mode.get() is None
+    said = capsys.readouterr().out
+    assert said.count("BLOCK: 7") == said.count("no such block") == 1 and "BLOCK: 2" not in said
+
+
+def test_what_flash_linear_attention_can_say(monkeypatch):
+    """RWKV-6's bonus, with decays of channels alone."""
+    from benchmarks.peers import fla
+
+    monkeypatch.setattr(fla, "compile_side_by_side", lambda: None)
+    op = OPERATIONS["linear_attention"]
+    case = next(c for c in op.cases if c.name == "rwkv6_8k")
+    arguments = op.case_inputs(case, dtype="bfloat16", shapes_only=True)
+    assert callable(fla.express("linear_attention", arguments))
+    assert fla.express("linear_attention", {**arguments, "g": arguments["gk"]}) == "it cannot say bonus, g, gk"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peers import Expression, every, missing, needs_torch
+from benchmarks.tuners import compile_side_by_side
 
 FRAMEWORK = "torch"
 OPERATIONS = ("linear_attention", "delta_rule", "rwkv7", "state_space_v2", "rwkv4", "native_sparse_attention")
@@ -33,6 +34,7 @@ def express(op_name: str, arguments: dict[str, Any], expressed: Callable | None 
         return "documents and states are compared without"
     if str(values.dtype) == "float32":
         return "it has 16-bit floats only"
+    compile_side_by_side()
     return (_ONE_TOKEN[op_name] if one else expressed or _EXPRESSED[op_name])(arguments, used)
 
 
@@ -54,10 +56,13 @@ def _linear_attention_token(arguments: dict[str, Any], used: set[str]) -> Expres
         return said
     scale = arguments.get("softmax_scale")
 
-    def linear_attention(query: Any, key: Any, value: Any, gk: Any = None, **more: Any) -> Any:
+    def linear_attention(query: Any, key: Any, value: Any, gk: Any = None, bonus: Any = None, **more: Any) -> Any:
         from fla.ops.gla import fused_recurrent_gla
+        from fla.ops.rwkv6 import fused_recurrent_rwkv6
         from fla.ops.simple_gla import fused_recurrent_simple_gla
 
+        if bonus is not None:
+            return fused_recurrent_rwkv6(query, key, value, gk, bonus, scale=scale, **more)
         if gk is not None:
             return fused_recurrent_gla(query, key, value, gk=gk, scale=scale, **more)
         return fused_recurrent_simple_gla(query, key, value, scale=scale, **more)
@@ -90,13 +95,16 @@ def _linear_attention(arguments: dict[str, Any], used: set[str]) -> Callable | s
     decays = sorted({"g", "gk", "gv", "g_gamma", "bonus"} & used)
     if query.shape[2] != key.shape[2]:
         return "it has as many heads of keys as of queries"
-    if decays not in ([], ["g"], ["gk"], ["g_gamma"]):
+    if decays not in ([], ["g"], ["gk"], ["g_gamma"], ["bonus", "gk"]):
         return f"it cannot say {', '.join(decays)}"
 
-    def linear_attention(query: Any, key: Any, value: Any, gk: Any = None, **decay: Any) -> Any:
+    def linear_attention(query: Any, key: Any, value: Any, gk: Any = None, bonus: Any = None, **decay: Any) -> Any:
         from fla.ops.gla import chunk_gla
+        from fla.ops.rwkv6 import chunk_rwkv6
         from fla.ops.simple_gla import chunk_simple_gla
 
+        if bonus is not None:
+            return chunk_rwkv6(query, key, value, gk, bonus, scale=scale)[0]
         if gk is not None:
             return chunk_gla(query, key, value, gk, scale=scale)[0]
         return chunk_simple_gla(query, key, value, scale=scale, **decay)[0]
