@@ -668,7 +668,9 @@ def test_what_flash_linear_attention_can_say(monkeypatch):
 
     monkeypatch.setattr(fla, "compile_side_by_side", lambda: None)
     op = OPERATIONS["linear_attention"]
-    case = next(c for c in op.cases if c.name == "rwkv6_8k")
-    arguments = op.case_inputs(case, dtype="bfloat16", shapes_only=True)
+    case = next(c for c in op.cases if c.name == "rwkv6")
+    arguments = op.case_inputs(case, dtype="bfloat16", shapes_only=True) | dict.fromkeys(
+        ("segment_ids", "initial_state")
+    )
     assert callable(fla.express("linear_attention", arguments))
     assert fla.express("linear_attention", {**arguments, "g": arguments["gk"]}) == "it cannot say bonus, g, gk"

@@ -266,7 +266,6 @@ def _walk(of_chunks, inputs, wanted, rings, weights, hands, N: gl.constexpr, CHU
             out = warpgroup_mma_wait(1, (out,))
             out *= gl.convert_layout(reading, gl.SliceLayout(0, OUT))[None, :]
             mbarrier.wait(ready.index(now), round)
-
             out = product_of(x, tiles.index(now).permute((1, 0)), out, True)
             state, out = warpgroup_mma_wait(0, (state, out))
             near_out = out.to(dtype)
