@@ -113,6 +113,11 @@ def test_which_calls_it_has_by_default(sizes, there, splits):
     shapes = {n: jax.ShapeDtypeStruct((B, T, h, 128), "bfloat16") for n, h in zip(FLOATS, (N, K, K), strict=True)}
     cfg = op.backends["triton_gpu"].heuristic(op.bind(**shapes, g=jax.ShapeDtypeStruct((B, T, N), "float32")), "cuda")
     assert (cfg.hopper_walks, cfg.splits) == (there, splits)
+    first, *others = op.backends["triton_gpu"].candidates(
+        op.bind(**shapes, g=jax.ShapeDtypeStruct((B, T, N), "float32"))
+    )
+    assert first == cfg and others
+    assert all(other.hopper_walks is False for other in others), "None would be filled in by the default"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -55,7 +56,9 @@ def _of_chunks(call: Any, platform: str) -> Any:
 def _others(call: Any) -> Any:
     if not _of_heads(call):
         return channels.candidates(call)
-    return list(dict.fromkeys([_of_chunks(call, "cuda"), *scalar.candidates(call)]))
+    # What a field leaves open the default would fill in: these are Triton's walks.
+    in_triton = (replace(cfg, hopper_walks=False) for cfg in scalar.candidates(call))
+    return list(dict.fromkeys([_of_chunks(call, "cuda"), *in_triton]))
 
 
 def rejects(call):
