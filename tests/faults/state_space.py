@@ -156,8 +156,15 @@ FAULTS = (
     Fault(
         "conv: the longest span for any length",
         "triton_conv_calls:_tiles",
-        "sorted(SPANS, **$$key)",
-        "list(SPANS)",
+        "sorted($tiles, **$$key) if backward else $tiles",
+        "$tiles[::-1] if backward else $tiles",
         f"{CONV} -k short_sequence",
+    ),
+    Fault(
+        "conv: programs of a last wave cost nothing",
+        "triton_conv_calls:_waste",
+        "math.ceil($waves) / $waves",
+        "1",
+        f"{CONV} -k span_that_was_fastest",
     ),
 )
