@@ -165,6 +165,6 @@ FAULTS = (
         "triton_conv_calls:_waste",
         "math.ceil($waves) / $waves",
         "1",
-        f"{CONV} -k span_that_was_fastest",
+        f"{CONV} -k tile_that_was_fastest",
     ),
 )

@@ -20,7 +20,7 @@ from kernels.toolchains.triton import triton_launch
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 # Bytes that a thread loads of a row, rows that it loads at once and warps, for the forward and for the backward: the best first
-# on an H100 and on an H200. Which of the backward's first two is better depends on the sizes.
+# on an H100 and on an H200. Which of the backward's first two is better depends on the sizes, without documents.
 SHAPES = {
     False: ((8, 16, 1), (16, 8, 1), (8, 8, 1), (4, 16, 1), (16, 8, 2), (16, 16, 1), (16, 4, 1), (4, 8, 1), (2, 8, 1)),
     True: (
@@ -38,7 +38,7 @@ SHAPES = {
 }
 # Rows of a program. The forward reads only W - 1 rows again, and short ones keep programs even: on an H200 32 rows were within
 # 1% of the best in five cases of six, and 4 to 23% faster than 256.
-SPANS = {False: (32, 64, 128, 256), True: (64, 128, 256, 512)}
+SPANS = {False: (32, 64, 128, 256), True: (64, 128, 256)}
 # What a program of the backward has to do besides its rows, as rows: by the times of 4 spans in 5 cases on an H200.
 BESIDE = 20
 # Of a multiprocessor: programs that it has at once at most, and its registers.
@@ -76,11 +76,10 @@ def _waste(tile: Tile, call: Call) -> float:
     """Returns about how many times as long a backward takes as one whose multiprocessors are full from first to last and have
     only rows to do."""
     d = call.dims
-    registers = _registers(tile, d["W"], call.x.dtype.itemsize, True)
-    if call.bias is not None:  # the bias and its gradient
-        registers += 2 * tile.block_f / (32 * tile.num_warps)
-    per_warp = 32 * 8 * -(-registers // 8)
-    together = MULTIPROCESSORS * min(MOST_PROGRAMS, REGISTERS // (per_warp * tile.num_warps))
+    # As ptxas says for windows of 4, of 4 to 16 rows at once; it hands them out by eights.
+    each = 4 * d["W"] + 9.5 + 3 * (call.bias is not None) + 0.35 * tile.tokens * call.x.dtype.itemsize
+    registers = 8 * math.ceil(each * tile.block_f / (32 * tile.num_warps) / 8)
+    together = MULTIPROCESSORS * min(MOST_PROGRAMS, REGISTERS // (registers * 32 * tile.num_warps))
     waves = d["B"] * triton.cdiv(d["T"], tile.span) * triton.cdiv(d["F"], tile.block_f) / together
     return math.ceil(waves) / waves * (1 + BESIDE / tile.span)
 
@@ -100,7 +99,7 @@ def _tiles(call: Call, backward: bool) -> list[Tile]:
         if _registers(shape, call.dims["W"], itemsize, backward) <= MOST_REGISTERS[backward]:
             tiles = [shape._replace(span=span) for span in spans]
             ranked.append(sorted(tiles, key=lambda tile: _waste(tile, call)) if backward else tiles)
-    if backward:
+    if backward and call.segment_ids is None and call.num_states == 1:  # over a list 8 rows at once were faster
         ranked[:2] = sorted(ranked[:2], key=lambda tiles: _waste(tiles[0], call))
     return list(dict.fromkeys(tile for tiles in zip(*ranked, strict=True) for tile in tiles))
 
