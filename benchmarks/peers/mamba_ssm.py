@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peers import missing, needs_torch
+from benchmarks.tuners import compile_side_by_side
 
 FRAMEWORK = "torch"
 OPERATIONS = ("state_space_v1", "state_space_v2")
@@ -21,7 +22,10 @@ def express(op_name: str, arguments: dict[str, Any]) -> Callable | str:
         return "documents and states are compared without"
     if arguments["x"].shape[1] == 1:
         return "one token is not a chunk"
-    return _mamba2 if op_name == "state_space_v2" else _mamba1
+    if op_name == "state_space_v1":
+        return _mamba1
+    compile_side_by_side()
+    return _mamba2
 
 
 def _mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None) -> Any:
