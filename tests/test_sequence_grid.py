@@ -31,7 +31,7 @@ STRIPE = 4
 # they wait for each other, or one takes what the other sent, or XLA ends the process; with this flag less often. A ring both
 # ways round and one of two levels have several on their way: tests/test_both_ways.py and test_sequence.py have these.
 IN_TURN = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-UNSTEADY = "the same program has other numbers in another run: XLA took one transfer for another"
+UNSTEADY = "the same program has other numbers in another run, as where XLA takes one transfer for another"
 PARTS = 12
 # What a row runs and is compared by, as paths of git. Other operations have no part in it.
 CODE = (
