@@ -63,10 +63,10 @@ def _sparse_attention(
     (*both, page), sums = pages[0].shape[1:4], pages[2:]
     stacks = _appended(pages[:2], row, rows, ops, key, value)
     tables = _of_layer(rows.tables, row, *both)
-    flat = (x.reshape(-1, *x.shape[3:]) for x in sums)
-    sums = tuple(summed(x, stack, tables, rows) for x, stack in zip(flat, stacks))
+    sums = tuple(summed(x, stack, tables, rows) for x, stack in zip(sums, stacks))
     after = tuple(x.reshape(old.shape) for x, old in zip((*stacks, *sums), pages, strict=True))
     if sums and query.shape[1] == 1:
+        sums = [x.reshape(-1, *x.shape[3:]) for x in sums]
         return attended(query, gates, stacks, sums, tables, rows, ops, **_without_ids(options)), after
     length = max(tables.shape[1] * page, query.shape[1])
     place = jnp.arange(length) - (length - rows.lengths[:, None])

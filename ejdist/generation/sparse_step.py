@@ -24,18 +24,20 @@ def units_of(page: int, block: int) -> int:
 
 
 def summed(sums: jax.Array, stack: jax.Array, tables: jax.Array, rows: Rows) -> jax.Array:
-    """Returns the sums of pages, [all pages, units, K, H] float32, after a step that wrote the last tokens of each row. That of
-    a part which is not full yet may be anything: it is made anew with each token.
+    """Returns the sums of pages, [ranks, layers, pages, units, K, H] float32, after a step that wrote the last tokens of each
+    row. That of a part which is not full yet may be anything: it is made anew with each token.
 
     Args:
-      stack: the pages, [all pages, page, K, H]. tables: the numbers of each row's in it.
+      stack: the pages of all ranks and layers, [all pages, page, K, H]. tables: the numbers of each row's in it.
     """
     (B, T), page = rows.entries.shape, stack.shape[1]
     touched = min((T + page - 2) // page + 1, tables.shape[1])  # by T tokens side by side
     number = (rows.lengths[:, None] - 1) // page - jnp.arange(touched)
     pages = jnp.take_along_axis(tables, jnp.maximum(number, 0), axis=1)
-    parts = stack[pages].astype(jnp.float32).reshape(B, touched, sums.shape[1], -1, *sums.shape[2:]).sum(3)
-    return sums.at[jnp.where(number >= 0, pages, sums.shape[0])].set(parts, mode="drop")
+    parts = stack[pages].astype(jnp.float32).reshape(B, touched, sums.shape[3], -1, *sums.shape[4:]).sum(3)
+    rank, layer, page_of_layer = jnp.unravel_index(pages, sums.shape[:3])
+    # Where they lie: as an array of all pages with one sum each, XLA on CPUs would copy it in every step.
+    return sums.at[jnp.where(number >= 0, rank, sums.shape[0]), layer, page_of_layer].set(parts, mode="drop")
 
 
 def attended(
@@ -56,7 +58,7 @@ def attended(
 
     Args:
       gates: of the compressed, the selected and the sliding branch, [B, 1, N] each.
-      stacks, sums, tables: of keys and values, see `summed`.
+      stacks, sums, tables: of keys and values, see `summed`; sums as [all pages, units, K, H].
     """
     (B, _, N, H), (page, K) = query.shape, stacks[0].shape[1:3]
     scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
