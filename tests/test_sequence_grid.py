@@ -189,7 +189,7 @@ def in_turn():
     return os.environ | kept | {"PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
 
 
-def made(names):
+def outcomes(names):
     """Yields each row and, of one that failed, what it said. A process makes them until one fails or XLA ends it.
 
     A row is repeated, and said to be, if XLA mistook a transfer: it ended the process, or the program is not steady.
@@ -244,7 +244,7 @@ def make(rows, workers, file):
     print(f"{before} of {len(names)} rows have passed before", flush=True)
 
     def work(some):
-        for name, said in made([name_of(row) for row in some]):
+        for name, said in outcomes([name_of(row) for row in some]):
             with lock:
                 if said:
                     failed.append(name)
@@ -268,7 +268,7 @@ def make(rows, workers, file):
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_the_numbers_of_one_device(part):
     """Of every pair of factors; `ejdist/sequence/README.md` says how the whole product is run."""
-    for name, said in made([name_of(row) for row in covering()[part - 1 :: PARTS]]):
+    for name, said in outcomes([name_of(row) for row in covering()[part - 1 :: PARTS]]):
         assert not said, f"{name}: {said}"
 
 
@@ -293,9 +293,9 @@ def test_rows_go_on_after_one_that_ends_a_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ends.py").write_text(ENDS.replace("UNSTEADY", UNSTEADY))
     monkeypatch.setitem(globals(), "__file__", str(tmp_path / "ends.py"))
-    found = dict(made("abcdef"))
-    assert [*found] == [*"abcdef"] and [found[name] for name in "abef"] == [""] * 4
-    assert "rendezvous" in found["c"] and "another number" in found["d"]
+    said = dict(outcomes("abcdef"))
+    assert [*said] == [*"abcdef"] and [said[name] for name in "abef"] == [""] * 4
+    assert "rendezvous" in said["c"] and "another number" in said["d"]
     assert [(tmp_path / "seen").read_text().count(name) for name in "abcdef"] == [1, 3, 3, 1, 1, 3]
 
 
@@ -323,7 +323,7 @@ def test_a_file_of_finished_rows(tmp_path, monkeypatch, capsys):
         asked.extend(names)
         return ((name, "differs" * (name == bad)) for name in names)
 
-    for name, stand_in in (("made", some), ("commit", lambda: "new"), ("same", {"new": True, "old": False}.get)):
+    for name, stand_in in (("outcomes", some), ("commit", lambda: "new"), ("same", {"new": True, "old": False}.get)):
         monkeypatch.setitem(globals(), name, stand_in)
     names, file = [name_of(row) for row in rows], tmp_path / "done.txt"
     file.write_text(f"new {names[0]}\nold {names[1]}\nnew not-of-these\n")

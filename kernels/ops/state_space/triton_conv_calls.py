@@ -36,8 +36,8 @@ SHAPES = {
         (2, 2, 1),
     ),
 }
-# Rows of a program. The forward reads only W - 1 rows again, and short ones keep programs even: on an H200 32 rows were within
-# 1% of the best in five cases of six, and 4 to 23% faster than 256.
+# Rows of a program. The forward reads only W - 1 rows again, and short ones keep programs even: in six cases on an
+# H200 32 rows were within 1% of the best, and took 4 to 60% less time than 256.
 SPANS = {False: (32, 64, 128, 256), True: (64, 128, 256)}
 # What a program of the backward has to do besides its rows, as rows: by the times of 4 spans in 5 cases on an H200.
 BESIDE = 20
